@@ -35,9 +35,7 @@ YNN_FLAG = "--xla_cpu_experimental_ynn_fusion_type=-individual_convolution"
 if metadata.version("jaxlib").startswith(("0.10.", "0.12.")) and YNN_FLAG not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{YNN_FLAG} {os.environ.get('XLA_FLAGS', '')}".strip()
 
-import itertools
 import json
-import platform
 import queue
 import shutil
 import signal
@@ -48,7 +46,7 @@ import time
 import zlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -57,7 +55,6 @@ import chex
 import envpool
 import flax
 import flax.linen as nn
-import gymnasium
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -113,7 +110,7 @@ class Args:
     buffer_size: int = 1  # N, slots of the circular buffer, in train batches
     passes: int = 2  # K, visits of each train batch
     target_period: int = 1  # generations (of N*K visits) between two updates of the target network
-    ratio: Literal["impact", "target", "worker"] = "impact"  # pi / max(pi_tgt, pi_w / rho); ablations pi/pi_tgt, pi/pi_w
+    ratio: Literal["impact", "target", "worker"] = "impact"  # pi / max(pi_tgt, pi_w / rho), pi / pi_tgt, or pi / pi_w
     rho: float = 2.0  # bound of pi_worker / pi_target in the IMPACT ratio
     value_target: Literal["target", "live"] = "target"  # critic that computes advantages and value targets
     clip_coef: float = 0.3  # epsilon of the clipped surrogate
@@ -136,31 +133,28 @@ class Args:
     process_id: int | None = None  # index of this process, likewise
 
     def __post_init__(self):
-        def demand(names: str, holds: Callable[[Any], bool], what: str):
-            for name in names.split():
-                if not holds(getattr(self, name)):
-                    refuse(f"--{name.replace('_', '-')} {getattr(self, name)}: must be {what}")
-
-        counts = "total_timesteps log_every checkpoint_every num_envs max_episode_steps num_steps num_minibatches"
-        counts += " buffer_size passes target_period num_actors queue_size learning_rate rho clip_coef max_grad_norm"
-        demand(counts + " kl_target", lambda x: 0 < x < np.inf, "above 0")
-        demand("seed eval_episodes vf_coef ent_coef kl_coef", lambda x: 0 <= x < np.inf, "0 or more")
-        demand("gamma gae_lambda repeat_action_probability", lambda x: 0 <= x <= 1, "between 0 and 1")
-        demand("actor_device", lambda x: x >= -1, "a device's index, or -1")
-        demand("learner_devices", lambda x: x and min(x) >= 0 and len({*x}) == len(x), "different indices, like 0 1")
-        demand("num_steps", lambda x: x % self.num_minibatches == 0, f"a multiple of {self.num_minibatches} minibatches")
-        demand("num_envs", lambda x: x % len(self.learner_devices) == 0, "a multiple of the number of learner devices")
+        may_be_0 = "seed eval_episodes vf_coef ent_coef kl_coef gamma gae_lambda repeat_action_probability process_id"
+        for name, x in asdict(self).items():
+            low = -1 if name == "actor_device" else 0 if name in may_be_0.split() else 1e-12
+            high = 1 if name in ("gamma", "gae_lambda", "repeat_action_probability") else 1e12
+            if type(x) in (int, float) and not low <= x <= high:  # NaN does not hold either
+                above = {0: "0 or more", -1: "-1 or more"}.get(low, "above 0")
+                refuse(f"--{name.replace('_', '-')} {x}: must be {above}{' and at most 1' if high == 1 else ''}")
+        num_devices = len(self.learner_devices)
+        if num_devices == 0 or min(self.learner_devices) < 0 or len({*self.learner_devices}) < num_devices:
+            refuse("--learner-devices: must be different indices, for example --learner-devices 0 1")
+        if self.num_steps % self.num_minibatches:
+            refuse(f"--num-steps {self.num_steps}: must be a multiple of --num-minibatches {self.num_minibatches}")
+        if self.num_envs % num_devices:
+            refuse(f"--num-envs {self.num_envs}: must be a multiple of the {num_devices} --learner-devices")
 
 
 # --- environment ------------------------------------------------------------------------------------------------------
-
-
 def make_env(args: Args, num_envs: int, entropy: tuple[int, ...], training: bool = True):
     """EnvPool's vector of one Atari game: observations `[num_envs, 4, frame, frame]` uint8, the oldest frame first.
 
-    Outside training a lost life ends nothing. EnvPool itself would seed environment i with seed + i, so that two runs
-    with neighbouring seeds shared their games; the seeds are drawn from `entropy` instead.
-    """
+    Outside training a lost life ends nothing. The seeds are drawn from `entropy`: EnvPool would give environment i
+    seed + i, and two runs with neighbouring seeds would share nearly all of their games."""
     if args.env_id not in envpool.list_all_envs():
         refuse(f"--env-id {args.env_id}: unknown to EnvPool; Atari games are called Pong-v5, SpaceInvaders-v5, ...")
     seeds = np.random.SeedSequence(entropy).generate_state(num_envs) >> 1
@@ -172,7 +166,7 @@ def make_env(args: Args, num_envs: int, entropy: tuple[int, ...], training: bool
             max_episode_steps=args.max_episode_steps, reward_clip=True,  # info["reward"] stays unclipped
             render_mode="rgb_array" if args.capture_video and not training else None,
         )  # fmt: skip
-        if isinstance(env.action_space, gymnasium.spaces.Discrete):
+        if hasattr(env.action_space, "n"):  # discrete
             return env
     except TypeError:  # not an Atari game: its settings know no frame size
         pass
@@ -183,8 +177,7 @@ def step_env(env, action: np.ndarray) -> tuple[np.ndarray, ...]:
     """One step of all environments: obs, clipped reward, terminated, truncated, game over, unclipped reward.
 
     EnvPool resets an ended episode in the *next* step, which ignores its action. So the observation that comes with an
-    end is the true last one, and the row that begins with it is a dummy. A lost life terminates, but not the game.
-    """
+    end is the true last one, and the row that begins with it is a dummy. A lost life terminates, but not the game."""
     obs, reward, terminated, truncated, info = env.step(action)
     terminated = terminated | (info["terminated"] > 0)
     truncated = truncated & ~terminated
@@ -192,8 +185,6 @@ def step_env(env, action: np.ndarray) -> tuple[np.ndarray, ...]:
 
 
 # --- network ----------------------------------------------------------------------------------------------------------
-
-
 class ActorCritic(nn.Module):
     """Frames `[B, 4, H, W]` uint8 to policy logits `[B, A]` and state values `[B]`, on one convolutional torso."""
 
@@ -226,8 +217,6 @@ class ActorCritic(nn.Module):
 
 
 # --- state ------------------------------------------------------------------------------------------------------------
-
-
 @flax.struct.dataclass
 class Rollout:
     """T steps of B environments. Row t: obs_t, action_t, and what the step with action_t returned."""
@@ -262,8 +251,7 @@ def traverse(take_oldest: Callable[[], Any], num_slots: int, passes: int) -> Ite
     """One generation of the circular buffer C(N, K): N batches are taken in the first round, each is visited K times.
 
     The slots fill in the first round and expire together after the last, so no batch outlives the generation: there the
-    target network may change without making the evaluations stored in the slots stale.
-    """
+    target network may change without making the evaluations stored in the slots stale."""
     slots = [None] * num_slots
     for visited in range(passes):
         for i in range(num_slots):
@@ -273,8 +261,6 @@ def traverse(take_oldest: Callable[[], Any], num_slots: int, passes: int) -> Ite
 
 
 # --- the mathematics --------------------------------------------------------------------------------------------------
-
-
 def masked_mean(x: jax.Array, mask: jax.Array) -> jax.Array:
     """Mean over the rows whose mask is True; `where` and not a product, since NaN * 0 is NaN."""
     return jnp.sum(jnp.where(mask, x, 0.0)) / jnp.maximum(jnp.sum(mask), 1)
@@ -292,9 +278,8 @@ def v_gae(value, reward, discount, cut, log_w, lambda_: float) -> tuple[jax.Arra
         A_t     = delta_t + discount_t lambda c_t A_{t+1}          A_{t+1} = 0 where the episode is cut
         G_t     = V(s_t) + A_t
 
-    value `[T+1]`; reward, discount, cut, log_w `[T]`. With w = 1 it is GAE(lambda), with lambda = 1 V-trace's advantage.
-    Lambda is kept out of the discount: folded in, it would bias the value target.
-    """
+    value `[T+1]`; reward, discount, cut, log_w `[T]`. If w = 1 it is GAE(lambda), if lambda = 1 V-trace's advantage.
+    Lambda is kept out of the discount: folded in, it would bias the value target."""
     chex.assert_rank([value, reward, discount, cut, log_w], 1)
     rho_t = c_t = jnp.exp(jnp.minimum(log_w, 0.0))
     delta_t = rho_t * (reward + jnp.where(discount > 0, discount * value[1:], 0.0) - value[:-1])
@@ -309,10 +294,8 @@ def v_gae(value, reward, discount, cut, log_w, lambda_: float) -> tuple[jax.Arra
 
 
 def log_ratio(logp: jax.Array, logp_target: jax.Array, logp_worker: jax.Array, kind: str, rho: float) -> jax.Array:
-    """Log of the ratio R = pi / max(pi_target, pi_worker / rho), which is min(pi_worker / pi_target, rho) pi / pi_worker.
-
-    The ablations: `target` has no bound (rho = infinity), `worker` no target network.
-    """
+    """log R of R = pi / max(pi_target, pi_worker / rho), which equals min(pi_worker / pi_target, rho) pi / pi_worker.
+    The ablations: `target` has no bound (rho = infinity), `worker` no target network."""
     impact = jnp.maximum(logp_target, logp_worker - jnp.log(rho))
     return logp - {"impact": impact, "target": logp_target, "worker": logp_worker}[kind]
 
@@ -358,10 +341,8 @@ def impact_loss(params, apply_fn: Callable, batch: Batch, kl_coef: jax.Array, ar
 
 
 # --- learner ----------------------------------------------------------------------------------------------------------
-
-
 def add_advantages(batch: Batch, value: jax.Array, args: Args) -> Batch:
-    """Fills in advantages and value targets from values `[B, T+1]`; always target over worker, never live over worker."""
+    """Adds advantages and value targets from values `[B, T+1]`: with target over worker, never live over worker."""
     r = batch.rollout
     log_w = log_prob(batch.target_logits, r.action) - r.logp
     one_env = partial(v_gae, lambda_=args.gae_lambda)
@@ -377,46 +358,42 @@ def first_visit(state: TrainState, rollout: Rollout, args: Args) -> Batch:
     return add_advantages(Batch(rollout, logits[:, :-1], rollout.reward, rollout.reward), value, args)
 
 
-def scan(step: Callable, carry, xs: jax.Array):
-    """`jax.lax.scan`, except on a CPU: there the loop is written out while tracing (`unroll=True` is not enough), because
-    XLA makes the gradient of a convolution inside a loop dozens of times slower."""
+def deal_rows(rng: np.random.Generator, visits: int, num_envs: int, args: Args) -> np.ndarray:
+    """Which rows go into which SGD step: `[visits * num_minibatches, num_envs, num_steps / num_minibatches]`.
+
+    Every environment's rows are shuffled by themselves and dealt out evenly. So no row ever leaves its device, and the
+    result does not depend on the number of devices or processes."""
+    rows = rng.permuted(np.tile(np.arange(args.num_steps), (visits, num_envs, 1)), axis=-1)
+    rows = rows.reshape(visits, num_envs, args.num_minibatches, -1).swapaxes(1, 2)
+    return rows.reshape(visits * args.num_minibatches, num_envs, -1)
+
+
+@partial(jax.jit, static_argnames="args", donate_argnames="state")
+def sgd_step(state: TrainState, batch: Batch, rows: jax.Array, args: Args) -> tuple[TrainState, dict]:
+    """One SGD step on the given rows `[B, T / num_minibatches]` of a batch."""
+    if args.value_target == "live":
+        _, value = jax.lax.map(partial(state.apply_fn, state.params), batch.rollout.obs)
+        batch = add_advantages(batch, value, args)
+    minibatch = jax.tree.map(lambda x: jax.vmap(lambda one_env, i: one_env[i])(x, rows), batch)
+    grad_fn = jax.value_and_grad(impact_loss, has_aux=True)
+    (_, metrics), grads = grad_fn(state.params, state.apply_fn, minibatch, state.kl_coef, args)
+    return state.apply_gradients(grads=grads), metrics | {"losses/grad_norm": optax.tree.norm(grads)}
+
+
+@partial(jax.jit, static_argnames="args", donate_argnames="state")
+def sgd_steps_in_one_call(state: TrainState, batch: Batch, rows: jax.Array, args: Args) -> tuple[TrainState, dict]:
+    return jax.lax.scan(lambda state, rows: sgd_step(state, batch, rows, args), state, rows)
+
+
+def learn(state: TrainState, batch: Batch, rows: np.ndarray, args: Args) -> tuple[TrainState, dict]:
+    """SGD steps on a batch, one for each `rows[i]`; returns the metrics of every step."""
     if jax.default_backend() != "cpu":
-        return jax.lax.scan(step, carry, xs)
-    outputs = []
-    for x in xs:
-        carry, output = step(carry, x)
-        outputs.append(output)
-    return carry, jax.tree.map(lambda *ys: jnp.stack(ys), *outputs)
-
-
-@partial(jax.jit, static_argnames=("args", "visits"), donate_argnames="state")
-def learn(state: TrainState, batch: Batch, key: jax.Array, args: Args, visits: int) -> tuple[TrainState, dict]:
-    """`visits` passes over a batch, each of `num_minibatches` SGD steps; the metrics are means over all of them.
-
-    Every environment's rows are shuffled by themselves and dealt out evenly to the minibatches. So no row leaves its
-    device, and the result does not depend on the number of devices.
-    """
-    B, T = batch.rollout.mask.shape
-
-    def one_pass(state, _):
-        evaluated = batch
-        if args.value_target == "live":
-            _, value = jax.lax.map(partial(state.apply_fn, state.params), batch.rollout.obs)
-            evaluated = add_advantages(batch, value, args)
-        keys = jax.random.split(jax.random.fold_in(key, state.step), B)
-        order = jax.vmap(lambda k: jax.random.permutation(k, T))(keys).reshape(B, args.num_minibatches, -1)
-
-        def sgd_step(state, rows):  # rows [B, T / num_minibatches]
-            minibatch = jax.tree.map(lambda x: jax.vmap(lambda one_env, i: one_env[i])(x, rows), evaluated)
-            grad_fn = jax.value_and_grad(impact_loss, has_aux=True)
-            (_, metrics), grads = grad_fn(state.params, state.apply_fn, minibatch, state.kl_coef, args)
-            return state.apply_gradients(grads=grads), metrics | {"losses/grad_norm": optax.global_norm(grads)}
-
-        return scan(sgd_step, state, order.swapaxes(0, 1))
-
-    state, metrics = scan(one_pass, state, jnp.arange(visits))
-    last_kl = metrics["losses/kl_target_live"][-1].mean()
-    return state, jax.tree.map(jnp.mean, metrics) | {"losses/kl_last_pass": last_kl}
+        return sgd_steps_in_one_call(state, batch, rows, args)
+    metrics = []  # on a CPU XLA's gradient of a convolution is dozens of times slower inside a loop of its own
+    for i in range(len(rows)):
+        state, step_metrics = sgd_step(state, batch, rows[i], args)
+        metrics.append(step_metrics)
+    return state, jax.tree.map(lambda *x: jnp.stack(x), *metrics)
 
 
 @partial(jax.jit, static_argnames="args", donate_argnames="state")
@@ -428,8 +405,6 @@ def update_target(state: TrainState, kl: jax.Array, args: Args) -> TrainState:
 
 
 # --- actors -----------------------------------------------------------------------------------------------------------
-
-
 @partial(jax.jit, static_argnames="apply_fn")
 def policy_step(apply_fn: Callable, params, obs: jax.Array, key: jax.Array, step: int) -> tuple[jax.Array, jax.Array]:
     """Samples actions: obs `[B, 4, H, W]` to action `[B]` and its log-probability `[B]`."""
@@ -449,7 +424,7 @@ class Exchange:
     def publish(self, params, sgd_steps: int, device: jax.Device):
         """Hands the actors a copy of the replicated parameters: the learner's own are donated, so deleted, next."""
         copy = jax.tree.map(lambda x: jnp.copy(x.addressable_data(0)), params)
-        self.published = jax.block_until_ready(jax.device_put(copy, device)), sgd_steps  # actors must not wait: sync
+        self.published = jax.block_until_ready(jax.device_put(copy, device)), sgd_steps  # syncs, or actors would wait
 
     def put(self, item):
         while not self.stop.is_set():
@@ -480,8 +455,9 @@ class Actor(threading.Thread):
         self.game_return, self.game_length = np.zeros(args.num_envs), np.zeros(args.num_envs, int)
 
     def rollout(self) -> tuple[Rollout, int, dict[str, list[float]]]:
-        """T steps with the newest parameters: numpy arrays that nobody writes again, the parameters' SGD steps, metrics."""
-        (params, sgd_steps), rows, metrics, inference, start = self.exchange.published, [], defaultdict(list), 0.0, time.time()
+        """T steps with the newest parameters: arrays that nobody writes again, the parameters' SGD steps, metrics."""
+        params, sgd_steps = self.exchange.published
+        rows, metrics, inference, start = [], defaultdict(list), 0.0, time.time()
         for _ in range(self.args.num_steps):
             asked = time.time()
             action, logp = jax.device_get(policy_step(self.apply_fn, params, self.obs, self.key, self.steps))  # sync
@@ -510,24 +486,22 @@ class Actor(threading.Thread):
 
 
 # --- logging, saving, evaluation --------------------------------------------------------------------------------------
-
-
 class Logger:
     """metrics.csv (global_step,wall_seconds,metric,value), TensorBoard events, and wandb if asked for."""
 
     def __init__(self, args: Args, run_dir: Path, step: int, wall_seconds: float):
-        path = run_dir / "metrics.csv"
-        old = path.read_text().splitlines(keepends=True)[1:] if path.exists() else []
+        path, self.started = run_dir / "metrics.csv", time.time() - wall_seconds
+        rows = path.read_text().splitlines(keepends=True)[1:] if path.exists() else []
         # A resumed run forgets the rows that its checkpoint has not seen, and a last line cut short by a kill.
-        old = [row for row in old if row.endswith("\n") and int(row.split(",")[0]) <= step]
-        path.write_text("global_step,wall_seconds,metric,value\n" + "".join(old))
+        rows = [row for row in rows if row.endswith("\n") and int(row.split(",")[0]) <= step]
+        path.write_text("global_step,wall_seconds,metric,value\n" + "".join(rows))
         self.csv, self.tensorboard, self.wandb = path.open("a"), SummaryWriter(str(run_dir), purge_step=step + 1), None
-        self.started = time.time() - wall_seconds
         if args.track:
             import wandb
 
-            names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": run_dir.name}
-            self.wandb = wandb.init(config=asdict(args), **names)
+            self.wandb = wandb.init(
+                project=args.wandb_project_name, entity=args.wandb_entity, name=run_dir.name, config=asdict(args)
+            )
 
     def log(self, step: int, metrics: dict[str, float]):
         for name, value in metrics.items():
@@ -537,12 +511,6 @@ class Logger:
         if self.wandb:
             self.wandb.log(metrics, step=step)
 
-    def close(self):
-        self.csv.close()
-        self.tensorboard.close()
-        if self.wandb:
-            self.wandb.finish()
-
 
 def make_run_dir(args: Args) -> Path:
     """Creates the run folder, with the run's provenance in it: arguments, versions, a copy of this script."""
@@ -550,7 +518,7 @@ def make_run_dir(args: Args) -> Path:
     git = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "HEAD"]
     commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
     versions = {name: metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax", "numpy", "envpool")}
-    versions |= {"python": platform.python_version(), "device": jax.devices()[0].device_kind, "git_commit": commit}
+    versions |= {"python": sys.version.split()[0], "device": jax.devices()[0].device_kind, "git_commit": commit}
     try:
         run_dir.mkdir(parents=True)
         (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2) + "\n")
@@ -575,10 +543,9 @@ def save_checkpoint(run_dir: Path, state, progress: dict):
 
 
 def load_checkpoint(args: Args) -> tuple[Args, dict]:
-    """The settings and the checkpoint of the run to resume; refuses a missing, foreign or damaged one.
+    """The settings and the checkpoint of the run to resume; refuses a missing, damaged or foreign one.
 
-    The run keeps its settings. A flag that asks for something else is refused, not ignored.
-    """
+    The run keeps its settings. A flag that asks for something else is refused, not ignored."""
     run_dir, of_the_process = Path(args.resume), ("resume", "coordinator_address", "num_processes", "process_id")
     try:
         saved, data = json.loads((run_dir / "args.json").read_text()), (run_dir / "checkpoint.msgpack").read_bytes()
@@ -590,18 +557,15 @@ def load_checkpoint(args: Args) -> tuple[Args, dict]:
     if checkpoint["script"] != Path(__file__).stem:
         refuse(f"--resume {run_dir}: it is a run of {checkpoint['script']}.py; resume it with that script")
     saved["learner_devices"] = tuple(saved["learner_devices"])
-    for field in fields(Args):
-        given = getattr(args, field.name)
-        if field.name not in of_the_process and given not in (field.default, saved[field.name]):
-            refuse(f"--{field.name.replace('_', '-')} {given}: a resumed run keeps its settings; leave the flag out")
+    for name, given in asdict(args).items():
+        if name not in of_the_process and given not in (getattr(Args, name), saved[name]):
+            refuse(f"--{name.replace('_', '-')} {given}: a resumed run keeps its settings; leave the flag out")
     return Args(**saved | {name: getattr(args, name) for name in of_the_process}), checkpoint
 
 
 def evaluate(args: Args, apply_fn: Callable, params, run_dir: Path | None) -> np.ndarray:
-    """Unclipped returns of whole games, actions sampled. Writes a GIF of one game if asked for.
-
-    The first game of each of `eval_episodes` fresh environments, so that short games are not over-represented.
-    """
+    """Unclipped returns of whole games, actions sampled: the first game of each of `eval_episodes` fresh environments,
+    so that short games are not over-represented. Writes a GIF of one of them if asked for."""
     n, key = args.eval_episodes, jax.random.key(args.seed)
     env = make_env(args, n, (args.seed, 2**31), training=False)
     (obs, _), returns, over, frames, step = env.reset(), np.zeros(n), np.zeros(n, bool), [], 0
@@ -620,14 +584,12 @@ def evaluate(args: Args, apply_fn: Callable, params, run_dir: Path | None) -> np
 
 
 # --- main -------------------------------------------------------------------------------------------------------------
-
-
 def main(args: Args) -> dict:
     """Trains, evaluates, saves. Returns final_return (mean of the last 20 games), eval_return, global_step, run_dir."""
-    generation, wall_seconds, checkpoint = 0, 0.0, None
+    progress, checkpoint = {"generation": 0, "wall_seconds": 0.0}, None
     if args.resume:
         args, checkpoint = load_checkpoint(args)
-        generation, wall_seconds = checkpoint["progress"]["generation"], checkpoint["progress"]["wall_seconds"]
+        progress = checkpoint["progress"]
     for flag, wanted, package in ("--track", args.track, "wandb"), ("--capture-video", args.capture_video, "pillow"):
         if wanted and not any(metadata.distributions(name=package)):
             refuse(f"{flag}: needs the package {package}; run pip install {package}, or leave the flag out")
@@ -635,37 +597,37 @@ def main(args: Args) -> dict:
     # --- devices: each process has its own; the learner's devices of all processes form one mesh ---
     if args.distributed:
         jax.distributed.initialize(args.coordinator_address, args.num_processes, args.process_id)
-    local, num_processes = jax.local_devices(), jax.process_count()
+    local = jax.local_devices()
     if max(*args.learner_devices, args.actor_device) >= len(local):
         refuse(f"--learner-devices, --actor-device: only {len(local)} devices here, 0 to {len(local) - 1}")
     actor_device = jax.local_devices(backend="cpu")[0] if args.actor_device < 0 else local[args.actor_device]
-    by_process = [[d for d in jax.devices() if d.process_index == p] for p in range(num_processes)]
+    by_process = [[d for d in jax.devices() if d.process_index == p] for p in range(jax.process_count())]
     mesh = Mesh([devices[i] for devices in by_process for i in args.learner_devices], "data")
     replicated, by_env = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
 
     # --- plan ---
-    generation_steps = args.buffer_size * args.num_steps * args.num_envs * num_processes
+    generation_steps = args.buffer_size * args.num_steps * args.num_envs * jax.process_count()
     num_generations = args.total_timesteps // generation_steps
     if num_generations == 0:
-        refuse(f"--total-timesteps {args.total_timesteps}: a generation (buffer-size x num-steps x num-envs) has "
-               f"{generation_steps} steps; raise it, or lower one of those")  # fmt: skip
+        refuse(f"--total-timesteps {args.total_timesteps}: must be at least one generation, {generation_steps} steps")
+    planned_sgd_steps = num_generations * args.buffer_size * args.passes * args.num_minibatches
 
     # --- state ---
-    probe = make_env(args, 1, (args.seed,))
-    network = ActorCritic(args.network, int(probe.action_space.n))
-    init_key, learner_key, actor_key = jax.random.split(jax.random.key(args.seed), 3)
-    params = network.init(init_key, np.zeros((1, *probe.observation_space.shape), np.uint8))
-    planned_sgd_steps = num_generations * args.buffer_size * args.passes * args.num_minibatches
+    env = make_env(args, 1, (args.seed,))
+    network = ActorCritic(args.network, int(env.action_space.n))
+    init_key, actor_key = jax.random.split(jax.random.key(args.seed))
+    params = network.init(init_key, np.zeros((1, *env.observation_space.shape), np.uint8))
     rate = optax.linear_schedule(args.learning_rate, 0.0, planned_sgd_steps if args.anneal_lr else 0)
+    optimizer = optax.chain(optax.clip_by_global_norm(args.max_grad_norm), optax.adam(rate, eps=1e-5))
     state = TrainState.create(
-        apply_fn=network.apply, params=params, target_params=params, kl_coef=np.float32(args.kl_coef),
-        tx=optax.chain(optax.clip_by_global_norm(args.max_grad_norm), optax.adam(rate, eps=1e-5)),
-    )  # fmt: skip
+        apply_fn=network.apply, params=params, tx=optimizer, target_params=params, kl_coef=np.float32(args.kl_coef)
+    )
     if checkpoint:
         state = flax.serialization.from_state_dict(state, checkpoint["state"])
     # By way of numpy copies: live and target parameters begin equal, but must not share memory.
     state = jax.device_put(jax.tree.map(np.array, state), replicated)
-    global_step, sgd_steps = generation * generation_steps, int(state.step)
+    generation, sgd_steps = progress["generation"], int(state.step)
+    global_step = generation * generation_steps
 
     # --- actors; a resumed run plays new games, since the generation is part of their seeds ---
     exchange, actors = Exchange(args.queue_size), []
@@ -674,120 +636,114 @@ def main(args: Args) -> dict:
         entropy = (args.seed, jax.process_index(), i, generation)
         key = jax.random.fold_in(actor_key, np.random.SeedSequence(entropy).generate_state(1)[0])
         actors.append(Actor(args, network.apply, exchange, entropy, key))
-    by_turns = itertools.cycle(actors)
 
     # --- run folder and log; only process 0 writes ---
     run_dir = logger = None
     if jax.process_index() == 0:
         run_dir = Path(args.resume) if args.resume else make_run_dir(args)
-        logger = Logger(args, run_dir, global_step, wall_seconds)
+        logger = Logger(args, run_dir, global_step, progress["wall_seconds"])
         life = "a lost life ends a training episode" if args.episodic_life else "a lost life ends nothing"
-        print(f"{args.env_id}: {args.frame_size} x {args.frame_size} grey frames, 4 stacked; {network.num_actions} actions "
-              f"(minimal set); sticky actions {args.repeat_action_probability}; {life}; up to 30 no-ops, then fire; "
-              f"limit {args.max_episode_steps} steps = {4 * args.max_episode_steps} frames; rewards clipped for learning\n"
-              f"{args.num_actors} x {args.num_envs} environments; learner on {mesh.size} x {local[0].device_kind}; "
-              f"{num_generations} generations of {generation_steps} steps, from {generation}; {run_dir}")  # fmt: skip
+        print(f"{run_dir}\n{args.env_id}: 4 grey frames of {args.frame_size} x {args.frame_size}, {network.num_actions} "
+              f"actions (minimal), sticky actions {args.repeat_action_probability}, {life}, up to 30 no-ops, fire on reset"
+              f", limit {args.max_episode_steps} steps = {4 * args.max_episode_steps} frames, rewards clipped for learning\n"
+              f"{args.num_actors} x {args.num_envs} environments, learner on {mesh.size} x {local[0].device_kind}, "
+              f"{num_generations} generations of {generation_steps} steps, from step {global_step}")  # fmt: skip
     pending, last_returns, last_kls = defaultdict(list), deque(maxlen=20), deque(maxlen=args.buffer_size)
-    mark, mark_step = time.time(), global_step
 
     def take_oldest() -> Batch:
         """From the queue to the learner's devices; without concurrency the actors first fill the queue, by turns."""
         start = time.time()
         while not args.concurrency and not exchange.rollouts.full():
-            exchange.put(next(by_turns).rollout())
-        rollout, behaviour_steps, metrics = exchange.take()
-        metrics |= {"time/learner_queue_get": [time.time() - start], "charts/policy_lag": [sgd_steps - behaviour_steps]}
+            actors.append(actors.pop(0))
+            exchange.put(actors[-1].rollout())
+        rollout, behaviour_sgd_steps, metrics = exchange.take()
         last_returns.extend(metrics["charts/episodic_return"])
+        metrics["charts/policy_lag"].append(sgd_steps - behaviour_sgd_steps)
+        metrics["time/learner_queue_get"].append(time.time() - start)
         for name, values in metrics.items():
             pending[name] += values
-        # Every process holds its own environments' rows; together they are one array, sharded over all devices.
-        return first_visit(state, jax.tree.map(lambda x: jax.make_array_from_process_local_data(by_env, x), rollout), args)
+        # Each process holds its own environments' rows; together they are one array, sharded over all learner devices.
+        rollout = jax.tree.map(lambda x: jax.make_array_from_process_local_data(by_env, x), rollout)
+        return first_visit(state, rollout, args)
 
-    def save():
-        if logger:
-            wall_seconds = time.time() - logger.started
-            save_checkpoint(run_dir, state, {"generation": generation, "wall_seconds": wall_seconds})
-
-    # --- learn ---
+    # --- learn, until the end or the first Ctrl-C (or SIGTERM); a second one does not wait for the generation's end ---
     interrupted = threading.Event()
 
     def interrupt(*_):
-        if interrupted.is_set():
-            raise KeyboardInterrupt  # a second Ctrl-C does not wait for the end of the generation
         interrupted.set()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    main_thread = threading.current_thread() is threading.main_thread()
-    handlers = {s: signal.signal(s, interrupt) for s in (signal.SIGINT, signal.SIGTERM)} if main_thread else {}
+    in_main = threading.current_thread() is threading.main_thread()
+    old_handlers = {s: signal.signal(s, interrupt) for s in (signal.SIGINT, signal.SIGTERM)} if in_main else {}
     visits = args.passes if args.buffer_size == 1 else 1  # a single slot's K visits follow one another: one jitted call
+    logged_at, logged_step = time.time(), global_step
     try:
-        for actor in actors if args.concurrency else []:
+        for actor in actors if args.concurrency else ():
             actor.start()
         while generation < num_generations and not interrupted.is_set():
             for batch in traverse(take_oldest, args.buffer_size, args.passes // visits):
                 start = time.time()
-                state, metrics = learn(state, batch, learner_key, args, visits)
+                rng = np.random.default_rng((args.seed, sgd_steps))  # so a resumed run goes on with the same stream
+                state, metrics = learn(state, batch, deal_rows(rng, visits, len(batch.rollout.action), args), args)
                 sgd_steps += visits * args.num_minibatches
-                exchange.publish(state.params, sgd_steps, actor_device)  # waits for the SGD steps
-                last_kls.append(metrics["losses/kl_last_pass"])
+                exchange.publish(state.params, sgd_steps, actor_device)
+                last_kls.append(metrics["losses/kl_target_live"][-args.num_minibatches :].mean())
                 for name, value in (metrics | {"time/learner_update": time.time() - start}).items():
                     pending[name].append(value)
             generation += 1
             global_step = generation * generation_steps
             if generation % args.target_period == 0:
                 state = update_target(state, sum(last_kls) / len(last_kls), args)
-            if args.distributed:  # all processes leave the loop together, or those that stay wait for ever
-                if multihost_utils.process_allgather(np.array(interrupted.is_set())).any():
-                    interrupted.set()
+            # All processes must leave the loop together: those that stayed would wait for the others for ever.
+            if args.distributed and multihost_utils.process_allgather(np.array(interrupted.is_set())).any():
+                interrupted.set()
 
             last = generation == num_generations or interrupted.is_set()
-            log_now, save_now = (last or global_step % every < generation_steps for every in (args.log_every, args.checkpoint_every))
-            if log_now or save_now:
+            save_now = last or global_step % args.checkpoint_every < generation_steps
+            if save_now or global_step % args.log_every < generation_steps:
                 means = {name: float(np.mean(x)) for name, x in jax.device_get(dict(pending)).items() if x}  # sync
                 pending.clear()
                 bad = [name for name, value in means.items() if not np.isfinite(value)]
                 if bad:
-                    refuse(f"{bad[0]} is not finite at step {global_step}: stopped without saving; the last good checkpoint, "
-                           f"if any, is in {run_dir}; a lower --learning-rate may help", code=1)  # fmt: skip
-                now = time.time()
-                speed, mark, mark_step = (global_step - mark_step) / (now - mark), now, global_step
+                    refuse(f"{bad[0]} is not finite at step {global_step}; stopped, nothing overwritten. Resume from "
+                           f"the last good checkpoint in {run_dir}, or lower --learning-rate", code=1)  # fmt: skip
+                speed = (global_step - logged_step) / (time.time() - logged_at)
+                logged_at, logged_step = time.time(), global_step
                 means |= {"charts/SPS": speed, "charts/learning_rate": float(rate(sgd_steps))}
                 if last_returns:
                     means["charts/episodic_return_20"] = float(np.mean(last_returns))
                 if logger:
                     logger.log(global_step, means)
-                    left = time.strftime("%H:%M:%S", time.gmtime((num_generations - generation) * generation_steps / speed))
-                    print(f"step {global_step:>9,} {100 * generation / num_generations:5.1f}%   return "
+                    left = (num_generations - generation) * generation_steps / speed / 60
+                    print(f"step {global_step:>10,} {generation / num_generations:4.0%}   return (20 games) "
                           f"{means.get('charts/episodic_return_20', np.nan):8.2f}   SPS {speed:6.0f}   lag "
-                          f"{means['charts/policy_lag']:4.1f}   policy {means['losses/policy_loss']:7.4f}   value "
-                          f"{means['losses/value_loss']:7.4f}   entropy {means['losses/entropy']:5.3f}   left {left}", flush=True)  # fmt: skip
-            if save_now:
-                save()
+                          f"{means['charts/policy_lag']:3.0f}   value loss {means['losses/value_loss']:7.4f}   entropy "
+                          f"{means['losses/entropy']:5.3f}   {left:4.0f} min left", flush=True)  # fmt: skip
+            if save_now and logger:
+                progress = {"generation": generation, "wall_seconds": time.time() - logger.started}
+                save_checkpoint(run_dir, state, progress)
     finally:
         exchange.stop.set()
-        for s, handler in handlers.items():
+        for s, handler in old_handlers.items():
             signal.signal(s, handler)
-        for actor in actors if args.concurrency else []:
-            actor.join(timeout=5)
 
     # --- evaluate and save ---
     result = {"final_return": float(np.mean(last_returns)) if last_returns else None, "eval_return": None}
-    params = jax.device_get(jax.tree.map(lambda x: x.addressable_data(0), state.params))
+    result |= {"global_step": global_step, "run_dir": run_dir}
     if interrupted.is_set():
         print(f"interrupted at step {global_step}; continue with --resume {run_dir}")
-    else:
-        if args.save_model and logger:
-            model = {"format": f"{Path(__file__).stem}/1", "args": json.dumps(asdict(args)), "params": params,
-                     "num_actions": network.num_actions}  # fmt: skip
-            write_whole(run_dir / "model.msgpack", flax.serialization.msgpack_serialize(model))
-        if args.eval_episodes:
-            returns = evaluate(args, network.apply, params, run_dir)
-            result["eval_return"] = float(returns.mean())
-            if logger:
-                logger.log(global_step, {"eval/episodic_return": result["eval_return"], "eval/return_std": float(returns.std())})
-                print(f"evaluation      {returns.mean():.2f} +- {returns.std():.2f} over {len(returns)} games; saved in {run_dir}")
-    if logger:
-        logger.close()
-    return result | {"global_step": global_step, "run_dir": run_dir}
+        return result
+    params = jax.device_get(jax.tree.map(lambda x: x.addressable_data(0), state.params))
+    if args.save_model and logger:
+        model = {"format": f"{Path(__file__).stem} 1", "args": json.dumps(asdict(args)), "params": params}
+        write_whole(run_dir / "model.msgpack", flax.serialization.msgpack_serialize(model))
+    if args.eval_episodes:
+        returns = evaluate(args, network.apply, params, run_dir)
+        result["eval_return"] = float(returns.mean())
+        if logger:
+            logger.log(global_step, {"eval/episodic_return": returns.mean(), "eval/episodic_return_std": returns.std()})
+            print(f"evaluation: {returns.mean():.2f} +- {returns.std():.2f} over {len(returns)} whole games; {run_dir}")
+    return result
 
 
 if __name__ == "__main__":

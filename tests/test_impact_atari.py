@@ -1,0 +1,404 @@
+"""IMPACT: the mathematics against slow loops and rlax, the circular buffer, the masks, and learning through `main`."""
+
+import csv
+import json
+from dataclasses import replace
+from functools import partial
+
+import flax
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from micro_envs import Catch, ConstantReward, DelayedReward, MatchTheBit, ObservedReward, RightAction, install
+
+import impact_atari as script
+from impact_atari import ActorCritic, Args, Rollout, TrainState, impact_loss, log_ratio, surrogate, traverse, v_gae
+
+CLOSE = dict(rtol=1e-5, atol=1e-5)
+GAMMA = 0.9
+
+
+def slow_v_gae(value, reward, discount, cut, log_w, lambda_):
+    """The definition, as a double loop: A_t = sum_k (prod of what lies between) delta_{t+k}, up to the cut."""
+    w = np.minimum(1.0, np.exp(log_w))
+    delta = [w[t] * (reward[t] + discount[t] * value[t + 1] - value[t]) for t in range(len(reward))]
+    advantage = []
+    for t in range(len(reward)):
+        total, weight = 0.0, 1.0
+        for k in range(t, len(reward)):
+            total += weight * delta[k]
+            if cut[k]:
+                break
+            weight *= discount[k] * lambda_ * w[k]
+        advantage.append(total)
+    return np.array(advantage), np.array(advantage) + value[:-1]
+
+
+def random_trace(rng, T=12, end_probability=0.2):
+    """A trace with terminations, truncations, two ends in a row and ends on its edge, by chance."""
+    terminated, truncated = rng.random(T) < end_probability, rng.random(T) < end_probability
+    discount = np.where(terminated, 0.0, GAMMA)
+    value, reward, log_w = rng.normal(size=T + 1), rng.normal(size=T), 1.5 * rng.normal(size=T)
+    return value, reward, discount, terminated | truncated, log_w
+
+
+@pytest.mark.parametrize("lambda_", [0.0, 0.8, 1.0])
+def test_v_gae_equals_the_slow_loop(lambda_):
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        trace = random_trace(rng)
+        for fast, slow in zip(v_gae(*trace, lambda_), slow_v_gae(*trace, lambda_)):
+            np.testing.assert_allclose(fast, slow, **CLOSE)
+
+
+def test_v_gae_by_hand():
+    """Rows: a step, a truncation, its dummy row, a termination on the rollout's edge. w = 1, lambda = 1/2."""
+    value, reward = np.array([1.0, 2.0, 4.0, 8.0, 100.0]), np.array([1.0, 1.0, 99.0, 3.0])
+    discount, cut = np.array([0.5, 0.5, 0.5, 0.0]), np.array([False, True, False, True])
+    advantage, target = v_gae(value, reward, discount, cut, np.zeros(4), 0.5)
+    # t=3: 3 - 8 = -5.  t=1: 1 + 4/2 - 2 = 1, bootstraps from the true last observation.  t=0: 1 + 2/2 - 1 + 1/4 = 1.25.
+    np.testing.assert_allclose(np.array(advantage)[[0, 1, 3]], [1.25, 1.0, -5.0])
+    np.testing.assert_allclose(np.array(target)[[0, 1, 3]], [2.25, 3.0, 3.0])
+
+
+@pytest.mark.parametrize("lambda_", [0.7, 1.0])
+def test_v_gae_equals_rlax(lambda_):
+    rlax = pytest.importorskip("rlax")
+    rng = np.random.default_rng(1)
+    for _ in range(10):
+        value, reward, discount, _, log_w = random_trace(rng)
+        ours, target = v_gae(value, reward, discount, discount == 0, log_w, lambda_)
+        theirs = rlax.vtrace_td_error_and_advantage(
+            jnp.array(value[:-1]), jnp.array(value[1:]), jnp.array(reward), jnp.array(discount), jnp.exp(log_w), lambda_
+        )
+        np.testing.assert_allclose(ours, theirs.errors, **CLOSE)
+        np.testing.assert_allclose(target - value[:-1], theirs.errors, **CLOSE)
+        np.testing.assert_allclose(ours, theirs.pg_advantage, **CLOSE)
+        on_policy, _ = v_gae(value, reward, discount, discount == 0, np.zeros_like(log_w), lambda_)
+        gae = rlax.truncated_generalized_advantage_estimation(
+            jnp.array(reward), jnp.array(discount), lambda_, jnp.array(value)
+        )
+        np.testing.assert_allclose(on_policy, gae, **CLOSE)
+
+
+def test_lambda_stays_out_of_the_discount():
+    """Reward 1 for ever has the fixed point V = 1 / (1 - gamma), whatever lambda is."""
+    T, value = 40, np.full(41, 200.0)
+    _, target = v_gae(value, np.ones(T), np.full(T, 0.995), np.zeros(T, bool), np.zeros(T), 0.995)
+    np.testing.assert_allclose(target, 200.0, rtol=1e-5)
+
+
+def test_ratio_in_both_of_its_forms():
+    rng = np.random.default_rng(2)
+    pi, target, worker = rng.uniform(0.01, 1.0, (3, 1000))
+    logs = np.log([pi, target, worker])
+    for rho in (1.0, 2.0, 5.0):
+        ratio = np.exp(log_ratio(*logs, "impact", rho))
+        np.testing.assert_allclose(ratio, pi / np.maximum(target, worker / rho), **CLOSE)
+        np.testing.assert_allclose(ratio, np.minimum(worker / target, rho) * pi / worker, **CLOSE)
+    np.testing.assert_allclose(np.exp(log_ratio(*logs, "target", 2.0)), pi / target, **CLOSE)
+    np.testing.assert_allclose(np.exp(log_ratio(*logs, "worker", 2.0)), pi / worker, **CLOSE)
+
+
+def test_surrogate():
+    for ratio, advantage, expected in [(1.5, 1, 1.3), (0.5, 1, 0.5), (1.5, -1, -1.5), (0.5, -1, -0.7), (1, 2, 2)]:
+        np.testing.assert_allclose(surrogate(jnp.float32(ratio), jnp.float32(advantage), 0.3), expected, rtol=1e-6)
+    rlax = pytest.importorskip("rlax")
+    rng = np.random.default_rng(3)
+    ratio, advantage = jnp.array(np.exp(rng.normal(size=100))), jnp.array(rng.normal(size=100))
+    theirs = rlax.clipped_surrogate_pg_loss(ratio, advantage, 0.3)
+    np.testing.assert_allclose(-surrogate(ratio, advantage, 0.3).mean(), theirs, **CLOSE)
+
+
+# --- the loss: a policy of numpy's size, whose "frames" are six numbers -----------------------------------------------
+
+
+def tiny_apply(params, obs):
+    """A linear policy and critic on the first pixels of a frame."""
+    x = obs.reshape(obs.shape[0], -1)[:, :6].astype(jnp.float32) / 255.0
+    return x @ params["policy"], x @ params["value"]
+
+
+def tiny_params(rng, scale=2.0):
+    params = {"policy": scale * rng.normal(size=(6, 4)), "value": rng.normal(size=6)}
+    return jax.tree.map(lambda x: jnp.array(x, jnp.float32), params)
+
+
+def random_batch(rng, worker, B=5, T=8, mask_probability=0.2) -> Rollout:
+    obs = rng.integers(0, 256, (B, T + 1, 1, 2, 3), dtype=np.uint8)
+    action = rng.integers(0, 4, (B, T))
+    logits, _ = tiny_apply(worker, obs[:, :-1].reshape(B * T, 1, 2, 3))
+    logp = np.take_along_axis(np.array(nn.log_softmax(logits)).reshape(B, T, 4), action[..., None], -1)[..., 0]
+    cut = rng.random((B, T)) < mask_probability
+    mask = np.concatenate([np.ones((B, 1), bool), ~cut[:, :-1]], axis=1)
+    cut &= mask  # an end is never on a dummy row
+    mask[:, 1:] = ~cut[:, :-1]
+    discount = np.where(cut & (rng.random((B, T)) < 0.5), 0.0, GAMMA).astype(np.float32)
+    return Rollout(obs, action, logp, rng.normal(size=(B, T)).astype(np.float32), discount, cut, mask)
+
+
+def tiny_state(params, target, kl_coef=0.0):
+    tx = optax.chain(optax.clip_by_global_norm(10.0), optax.adam(1e-2))
+    state = TrainState.create(
+        apply_fn=tiny_apply, params=params, tx=tx, target_params=target, kl_coef=np.float32(kl_coef)
+    )
+    return jax.device_put(jax.tree.map(np.array, state))
+
+
+@pytest.mark.parametrize("norm_adv", [False, True])
+@pytest.mark.parametrize("ratio", ["impact", "target", "worker"])
+def test_loss_equals_numpy(ratio, norm_adv):
+    rng = np.random.default_rng(4)
+    live, target, worker = (tiny_params(rng) for _ in range(3))
+    args = Args(ratio=ratio, norm_adv=norm_adv, kl_coef=0.7, gae_lambda=0.9)
+    rollout = random_batch(rng, worker)
+    batch = script.first_visit(tiny_state(live, target), rollout, args)
+    loss, metrics = impact_loss(live, tiny_apply, batch, jnp.float32(0.7), args)
+
+    B, T = rollout.mask.shape
+    x = rollout.obs.reshape(B, T + 1, 6) / 255.0
+    log_softmax = lambda z: z - np.log(np.exp(z).sum(-1, keepdims=True))  # noqa: E731
+    log_live, log_target = log_softmax(x @ np.array(live["policy"])), log_softmax(x @ np.array(target["policy"]))
+    rows = []
+    for b in range(B):
+        taken = [log_target[b, t, rollout.action[b, t]] for t in range(T)]
+        advantage, goal = slow_v_gae(
+            x[b] @ np.array(target["value"]), rollout.reward[b], rollout.discount[b], rollout.cut[b],
+            np.array(taken) - rollout.logp[b], 0.9,
+        )  # fmt: skip
+        rows += [(b, t, advantage[t], goal[t]) for t in range(T) if rollout.mask[b, t]]
+    advantages = np.array([row[2] for row in rows])
+    if norm_adv:
+        advantages = (advantages - advantages.mean()) / np.sqrt(advantages.var() + 1e-8)
+    policy, value, entropy, kl = [], [], [], []
+    for (b, t, _, goal), advantage in zip(rows, advantages):
+        a = rollout.action[b, t]
+        pi, pi_target, pi_worker = np.exp([log_live[b, t, a], log_target[b, t, a], rollout.logp[b, t]])
+        r = {"impact": pi / max(pi_target, pi_worker / 2), "target": pi / pi_target, "worker": pi / pi_worker}[ratio]
+        policy.append(min(r * advantage, np.clip(r, 0.7, 1.3) * advantage))
+        value.append((x[b, t] @ np.array(live["value"]) - goal) ** 2 / 2)
+        entropy.append(-(np.exp(log_live[b, t]) * log_live[b, t]).sum())
+        kl.append((np.exp(log_target[b, t]) * (log_target[b, t] - log_live[b, t])).sum())
+    expected = -np.mean(policy) + np.mean(value) - 0.01 * np.mean(entropy) + 0.7 * np.mean(kl)
+    np.testing.assert_allclose(loss, expected, rtol=2e-5)
+    np.testing.assert_allclose(metrics["losses/kl_target_live"], np.mean(kl), rtol=2e-5)
+    np.testing.assert_allclose(metrics["losses/entropy"], np.mean(entropy), rtol=2e-5)
+
+
+def test_zero_lag_impact_is_ppo():
+    """Worker = target = live, one minibatch: loss and gradient are those of PPO with GAE, written independently."""
+    rng = np.random.default_rng(5)
+    params = tiny_params(rng)
+    args = Args(gae_lambda=0.95, clip_coef=0.2, vf_coef=0.5)
+    rollout = random_batch(rng, params)
+    batch = script.first_visit(tiny_state(params, params), rollout, args)
+    impact = jax.value_and_grad(lambda p: impact_loss(p, tiny_apply, batch, jnp.float32(0), args)[0])
+
+    B, T = rollout.mask.shape
+    advantage, last = np.zeros((B, T)), np.zeros(B)
+    value = np.array(tiny_apply(params, rollout.obs.reshape(-1, 1, 2, 3))[1]).reshape(B, T + 1)
+    for t in reversed(range(T)):
+        delta = rollout.reward[:, t] + rollout.discount[:, t] * value[:, t + 1] - value[:, t]
+        last = delta + rollout.discount[:, t] * 0.95 * np.where(rollout.cut[:, t], 0, last)
+        advantage[:, t] = last
+    keep = rollout.mask.reshape(-1)
+
+    def ppo(p):
+        logits, v = tiny_apply(p, rollout.obs[:, :-1].reshape(B * T, 1, 2, 3)[keep])
+        log_pi = jax.nn.log_softmax(logits)
+        old = jax.nn.log_softmax(tiny_apply(params, rollout.obs[:, :-1].reshape(B * T, 1, 2, 3)[keep])[0])
+        picked = jax.nn.one_hot(rollout.action.reshape(-1)[keep], 4)
+        r = jnp.exp(jnp.sum((log_pi - old) * picked, axis=1))
+        adv, goal = advantage.reshape(-1)[keep], (advantage + value[:, :-1]).reshape(-1)[keep]
+        pg = jnp.maximum(-adv * r, -adv * jnp.clip(r, 0.8, 1.2)).mean()
+        return pg + 0.5 * 0.5 * ((v - goal) ** 2).mean() + 0.01 * (jnp.exp(log_pi) * log_pi).sum(1).mean()
+
+    # At the worker's own parameters the ratio is 1; a step away the clip acts, and the two must still agree.
+    step_away = jax.tree.map(lambda x: x + 0.3 * jnp.array(rng.normal(size=x.shape), jnp.float32), params)
+    for p in (params, step_away):
+        (ours, our_grad), (theirs, their_grad) = impact(p), jax.value_and_grad(ppo)(p)
+        np.testing.assert_allclose(ours, theirs, **CLOSE)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **CLOSE), our_grad, their_grad)
+
+
+def test_masked_rows_have_no_influence():
+    """NaN in their rewards and log-probs, other actions and frames: not a bit of loss and gradient may change."""
+    rng = np.random.default_rng(6)
+    live, target, worker = (tiny_params(rng) for _ in range(3))
+    args = Args(norm_adv=True, kl_coef=1.0)
+    clean = random_batch(rng, worker, B=8, T=20)
+    clean = replace(clean, discount=np.where(clean.cut, 0.0, clean.discount))  # terminations: no row needs the frame
+    dummy = ~clean.mask
+    assert dummy.sum() > 10
+    obs = clean.obs.copy()
+    obs[:, :-1][dummy] = rng.integers(0, 256, obs[:, :-1][dummy].shape)
+    noise = rng.integers(0, 4, dummy.shape)
+    dirty = replace(
+        clean, obs=obs, action=np.where(dummy, noise, clean.action), logp=np.where(dummy, np.nan, clean.logp),
+        reward=np.where(dummy, np.nan, clean.reward), discount=np.where(dummy, np.nan, clean.discount),
+    )  # fmt: skip
+
+    def loss_and_grad(rollout):
+        batch = script.first_visit(tiny_state(live, target), rollout, args)
+        grad_fn = jax.value_and_grad(impact_loss, has_aux=True)
+        (loss, metrics), grads = grad_fn(live, tiny_apply, batch, jnp.float32(1), args)
+        return loss, metrics, grads
+
+    jax.tree.map(np.testing.assert_array_equal, loss_and_grad(clean), loss_and_grad(dirty))
+
+
+def test_a_truncation_bootstraps_from_the_dummy_rows_frame():
+    """The dummy row is out of every loss, but its observation is the true last one of the truncated episode."""
+    rng = np.random.default_rng(7)
+    params = tiny_params(rng)
+    rollout = random_batch(rng, params, B=1, T=3, mask_probability=0.0)
+    rollout.cut[0, 0], rollout.mask[0, 1] = True, False
+    changed = replace(rollout, obs=rollout.obs.copy())
+    changed.obs[0, 1] = 255 - changed.obs[0, 1]
+    a, b = (script.first_visit(tiny_state(params, params), r, Args()).value_target for r in (rollout, changed))
+    assert abs(a[0, 0] - b[0, 0]) > 1e-3
+    ended = replace(changed, discount=np.where(changed.cut, 0, changed.discount).astype(np.float32))
+    c = script.first_visit(tiny_state(params, params), ended, Args()).value_target
+    np.testing.assert_allclose(c[0, 0], rollout.reward[0, 0], rtol=1e-5)
+
+
+def test_kl_weight_adapts_and_target_is_a_copy():
+    params = tiny_params(np.random.default_rng(8))
+    for kl, factor in [(0.09, 1.5), (0.05, 1.0), (0.03, 1.0), (0.01, 0.5)]:
+        args = Args(kl_coef=2.0, kl_target=0.04)
+        state = tiny_state(params, tiny_params(np.random.default_rng(9)), kl_coef=2.0)
+        state = script.update_target(state, jnp.float32(kl), args)
+        np.testing.assert_allclose(state.kl_coef, 2.0 * factor)
+        jax.tree.map(np.testing.assert_array_equal, state.target_params, params)
+        script.update_target(state, jnp.float32(kl), args)  # donates: shared memory would be an error here
+
+
+# --- the circular buffer ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("N, K", [(1, 2), (4, 2), (3, 5)])
+def test_traverse_visits_each_batch_k_times_round_robin(N, K):
+    fresh, log = iter(range(1000)), []
+    for _ in range(3):
+        log.append(list(traverse(lambda: next(fresh), N, K)))
+    assert log == [list(range(g * N, g * N + N)) * K for g in range(3)]
+
+
+@pytest.mark.parametrize("N, K, period", [(1, 2, 1), (3, 4, 1), (2, 2, 3)])
+def test_main_visits_swaps_and_caches_as_specified(monkeypatch, tmp_path, N, K, period):
+    """What `main` really does: K visits of each batch, round-robin; the target moves every period * N * K visits and at
+    no other time; on a later visit the target's evaluation, recomputed, is still what the batch holds."""
+    install(monkeypatch, script, MatchTheBit)
+    learn, update_target, events, swaps = script.learn, script.update_target, [], []
+
+    def spy_learn(state, batch, rows, args):
+        again = script.first_visit(state, batch.rollout, args)
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), again, batch)
+        target = np.concatenate([np.ravel(x) for x in jax.tree.leaves(state.target_params)])
+        fingerprint = int(np.array(batch.rollout.logp).view(np.uint32).sum())
+        events.extend([(fingerprint, target)] * len(rows))  # with one minibatch a visit is one SGD step
+        return learn(state, batch, rows, args)
+
+    def spy_update(state, kl, args):
+        swaps.append(len(events))
+        live = jax.tree.map(np.array, state.params)
+        state = update_target(state, kl, args)
+        jax.tree.map(np.testing.assert_array_equal, state.target_params, live)
+        return state
+
+    monkeypatch.setattr(script, "learn", spy_learn)
+    monkeypatch.setattr(script, "update_target", spy_update)
+    generations = 2 * period + 1
+    args = Args(frame_size=42, num_envs=2, num_steps=4, buffer_size=N, passes=K, target_period=period, eval_episodes=0,
+                total_timesteps=generations * N * 8, runs_dir=str(tmp_path), learning_rate=0.01)  # fmt: skip
+    script.main(args)
+
+    assert len(events) == generations * N * K
+    batches = [batch for batch, _ in events]
+    assert len(set(batches)) == generations * N
+    for g in range(generations):
+        one = batches[g * N * K : (g + 1) * N * K]
+        assert one == one[:N] * K
+    assert swaps == [period * N * K * (i + 1) for i in range(generations // period)]
+    for i in range(1, len(events)):
+        assert (events[i][1] != events[i - 1][1]).any() == (i in swaps)
+
+
+# --- learning through main: environments with known values ------------------------------------------------------------
+
+
+def run(monkeypatch, tmp_path, env, **settings):
+    install(monkeypatch, script, env)
+    defaults = dict(
+        frame_size=42, num_envs=8, num_steps=16, num_minibatches=2, gamma=GAMMA, gae_lambda=0.95, learning_rate=2e-3,
+        total_timesteps=128 * 60, eval_episodes=20, runs_dir=str(tmp_path), norm_adv=True, max_grad_norm=1.0,
+    )  # fmt: skip
+    return script.main(Args(**defaults | settings))
+
+
+def values(result, env):
+    """The saved critic on the environment's own observations: list of (time, bit, value)."""
+    model = flax.serialization.msgpack_restore((result["run_dir"] / "model.msgpack").read_bytes())
+    args = json.loads(model["args"])
+    game = env(16, args["frame_size"], seed=0)
+    obs, _ = game.reset()
+    network, out = ActorCritic(args["network"], game.num_actions), []
+    for _ in range(game.length):
+        value = network.apply(model["params"], obs)[1]
+        out += list(zip(game.time.tolist(), game.bit.tolist(), np.array(value).tolist()))
+        obs = game.step(np.zeros(16, int))[0]
+    return out
+
+
+def test_learns_a_constant_reward_across_truncations(monkeypatch, tmp_path):
+    """Reward 1 for ever, cut by a time limit: V = 1 / (1 - 0.9) = 10. Taken for deaths, the cuts would give below 5."""
+    result = run(monkeypatch, tmp_path, ConstantReward, total_timesteps=128 * 150, learning_rate=4e-3, vf_coef=1.0)
+    learned = np.mean([v for _, _, v in values(result, ConstantReward)])
+    assert 8.5 < learned < 11.5, learned
+
+
+def test_learns_a_reward_that_depends_on_the_observation(monkeypatch, tmp_path):
+    learned = values(run(monkeypatch, tmp_path, ObservedReward), ObservedReward)
+    assert all(abs(v - (2 * bit - 1)) < 0.3 for _, bit, v in learned), learned
+
+
+def test_learns_a_delayed_reward(monkeypatch, tmp_path):
+    learned = values(run(monkeypatch, tmp_path, DelayedReward), DelayedReward)
+    assert all(abs(v - GAMMA ** (2 - t)) < 0.25 for t, _, v in learned), learned
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"buffer_size": 4, "passes": 3, "num_actors": 2}, {"value_target": "live", "kl_coef": 0.5}]
+)
+def test_learns_the_right_action(monkeypatch, tmp_path, settings):
+    assert run(monkeypatch, tmp_path, RightAction, **settings)["eval_return"] >= 0.9
+
+
+def test_learns_an_action_that_depends_on_the_observation(monkeypatch, tmp_path):
+    result = run(monkeypatch, tmp_path, MatchTheBit, total_timesteps=128 * 120)
+    assert result["eval_return"] > 2.6 and result["final_return"] > 2.2  # of 3; chance is 1.5
+
+
+def test_learns_a_small_game_on_84_pixels(monkeypatch, tmp_path):
+    result = run(monkeypatch, tmp_path, Catch, frame_size=84, total_timesteps=128 * 200, gamma=0.99, eval_episodes=50)
+    assert result["eval_return"] > 0.6, result  # chance is about -0.6
+
+
+def test_without_a_target_network_lag_hurts(monkeypatch, tmp_path):
+    """Claim 7 of the paper at the smallest scale: the same forced lag of 15 rollouts and large steps. The unbounded
+    ablation pi / pi_worker leaves the data's neighbourhood; IMPACT's ratio keeps the update inside the trust region."""
+    final = {}
+    for ratio in ("impact", "worker"):
+        result = run(
+            monkeypatch, tmp_path, MatchTheBit, ratio=ratio, concurrency=False, queue_size=16, learning_rate=1e-2,
+            num_minibatches=8, passes=8, total_timesteps=128 * 48, norm_adv=False, eval_episodes=200,
+            max_grad_norm=100.0,
+        )  # fmt: skip
+        rows = csv.DictReader((result["run_dir"] / "metrics.csv").open())
+        kl = [float(row["value"]) for row in rows if row["metric"] == "losses/kl_target_live"]
+        final[ratio] = (result["eval_return"], np.mean(kl))
+    print(final)
+    assert final["impact"][1] < 0.5 * final["worker"][1], final
