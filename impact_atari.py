@@ -1,7 +1,7 @@
 # /// script
 # requires-python = ">=3.11"
 # dependencies = ["jax>=0.10", "flax>=0.12.8", "optax>=0.2.6", "chex>=0.1.90", "numpy>=2.0", "envpool>=1.2.5",
-#                 "gymnasium>=1.1", "tyro>=1.0", "tensorboardX>=2.6", "wandb>=0.22", "pillow>=11.0"]
+#                 "tyro>=1.0", "tensorboardX>=2.6", "wandb>=0.22", "pillow>=11.0"]
 # ///
 """IMPACT on Atari: asynchronous PPO with a target network, a circular buffer and truncated importance sampling.
 
@@ -642,12 +642,14 @@ def main(args: Args) -> dict:
     if jax.process_index() == 0:
         run_dir = Path(args.resume) if args.resume else make_run_dir(args)
         logger = Logger(args, run_dir, global_step, progress["wall_seconds"])
-        life = "a lost life ends a training episode" if args.episodic_life else "a lost life ends nothing"
-        print(f"{run_dir}\n{args.env_id}: 4 grey frames of {args.frame_size} x {args.frame_size}, {network.num_actions} "
-              f"actions (minimal), sticky actions {args.repeat_action_probability}, {life}, up to 30 no-ops, fire on reset"
-              f", limit {args.max_episode_steps} steps = {4 * args.max_episode_steps} frames, rewards clipped for learning\n"
-              f"{args.num_actors} x {args.num_envs} environments, learner on {mesh.size} x {local[0].device_kind}, "
-              f"{num_generations} generations of {generation_steps} steps, from step {global_step}")  # fmt: skip
+        pixels, limit = f"{args.frame_size} x {args.frame_size}", args.max_episode_steps
+        life = "a training episode" if args.episodic_life else "nothing"
+        print(f"run folder   {run_dir}\n"
+              f"environment  {args.env_id}: 4 grey frames of {pixels}, {network.num_actions} actions (minimal), limit "
+              f"{limit} steps = {4 * limit} frames, up to 30 no-ops, fire on reset, a lost life ends {life}, "
+              f"sticky actions {args.repeat_action_probability}, rewards clipped for learning only\n"
+              f"plan         {args.num_actors} x {args.num_envs} environments, learner on {mesh.size} x "
+              f"{local[0].device_kind}, {num_generations} x {generation_steps} steps, from {global_step}")  # fmt: skip
     pending, last_returns, last_kls = defaultdict(list), deque(maxlen=20), deque(maxlen=args.buffer_size)
 
     def take_oldest() -> Batch:

@@ -1,0 +1,110 @@
+"""How fast is impact_atari.py here, and how well do acting and learning overlap?
+
+    python benchmark/throughput.py                                   the default settings
+    python benchmark/throughput.py --repeats 5 --num-envs 32 --frame-size 42
+
+Prints, in environment steps per second, medians over the repeats: the actor alone, the learner alone (target network,
+K visits, publishing), both together as `main` runs them in steady state, and what that is of the smaller of the first
+two and of the serial bound 1 / (1/actor + 1/learner). Then the seconds from starting Python to the end of a run of one
+single update, compilation included.
+"""
+
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated
+
+import jax
+import numpy as np
+import optax
+import tyro
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import impact_atari as script
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """Measures the speed of impact_atari.py; all of its own flags are accepted too."""
+
+    repeats: int = 3  # measurements of each speed
+    seconds: float = 15.0  # length of each measurement, in seconds
+    args: Annotated[script.Args, tyro.conf.arg(name="")] = field(default_factory=script.Args)
+
+
+def speed_of(work, steps: int, seconds: float) -> float:
+    """Steps per second of calling `work` again and again, after one call that compiles."""
+    work()
+    start, calls = time.time(), 0
+    while time.time() - start < seconds:
+        work()
+        calls += 1
+    return calls * steps / (time.time() - start)
+
+
+def main(bench: Benchmark):
+    args, steps = bench.args, bench.args.num_envs * bench.args.num_steps
+    env = script.make_env(args, 1, (0,))
+    network = script.ActorCritic(args.network, int(env.action_space.n))
+    params = network.init(jax.random.key(0), np.zeros((1, *env.observation_space.shape), np.uint8))
+    tx = optax.chain(optax.clip_by_global_norm(args.max_grad_norm), optax.adam(args.learning_rate, eps=1e-5))
+    state = script.TrainState.create(
+        apply_fn=network.apply, params=params, target_params=params, kl_coef=np.float32(args.kl_coef), tx=tx
+    )
+    state = jax.device_put(jax.tree.map(np.array, state))
+    device, exchange, rng = jax.local_devices()[0], script.Exchange(1), np.random.default_rng(0)
+    exchange.publish(state.params, 0, device)
+    actor = script.Actor(args, network.apply, exchange, (0,), jax.random.key(1))
+    rollout = jax.device_put(actor.rollout()[0])
+
+    def act():
+        actor.rollout()
+
+    def learn():
+        nonlocal state
+        batch = script.first_visit(state, rollout, args)
+        state, _ = script.learn(state, batch, script.deal_rows(rng, args.passes, args.num_envs, args), args)
+        exchange.publish(state.params, 0, device)
+
+    def both() -> float:
+        """From the first row of metrics to the last: compilation lies before it."""
+        with tempfile.TemporaryDirectory() as runs_dir:
+            total = int(bench.seconds * 1000) + 8 * steps
+            script.main(replace(args, runs_dir=runs_dir, total_timesteps=total, log_every=2 * steps,
+                                checkpoint_every=10**9, eval_episodes=0))  # fmt: skip
+            rows = next(Path(runs_dir).iterdir()).joinpath("metrics.csv").read_text().splitlines()[1:]
+        marks = sorted({(int(row.split(",")[0]), float(row.split(",")[1])) for row in rows})
+        (first_step, first_time), (last_step, last_time) = marks[len(marks) // 4], marks[-1]
+        return (last_step - first_step) / (last_time - first_time)
+
+    def one_update() -> float:
+        with tempfile.TemporaryDirectory() as runs_dir:
+            flags = ["--total-timesteps", str(steps * args.buffer_size), "--eval-episodes", "0", "--runs-dir", runs_dir]
+            names = ("env_id", "frame_size", "network", "num_envs", "num_steps", "num_minibatches", "passes")
+            flags += [x for name in names for x in (f"--{name.replace('_', '-')}", str(getattr(args, name)))]
+            start = time.time()
+            subprocess.run([sys.executable, script.__file__, *flags], check=True, stdout=subprocess.DEVNULL)
+            return time.time() - start
+
+    measured = defaultdict(list)
+    for _ in range(bench.repeats):  # by turns, so that a slow minute of the machine does not fall on one of them alone
+        measured["actor alone"].append(speed_of(act, steps, bench.seconds))
+        measured["learner alone"].append(speed_of(learn, steps, bench.seconds))
+        measured["both together"].append(both())
+        measured["one update"].append(one_update())
+    actor, learner, together, seconds = (float(np.median(x)) for x in measured.values())
+    serial = 1 / (1 / actor + 1 / learner)
+    print()
+    for name, x in list(measured.items())[:3]:
+        print(f"{name:15s} {np.median(x):8.0f} steps/s   ({min(x):.0f} to {max(x):.0f})")
+    print(f"fraction of the smaller of actor and learner   {together / min(actor, learner):.2f}")
+    print(f"fraction of the serial bound {serial:5.0f} steps/s       {together / serial:.2f}")
+    print(f"start to the end of one update                 {seconds:.1f} s")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Benchmark))

@@ -1,0 +1,232 @@
+"""What goes wrong in real life: dead threads, kills, damaged files, NaN, bad flags."""
+
+import csv
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import zlib
+from pathlib import Path
+
+import flax
+import jax
+import numpy as np
+import pytest
+import tyro
+from micro_envs import MatchTheBit, RightAction, install
+
+import impact_atari as script
+from impact_atari import Args
+
+SCRIPT = Path(script.__file__)
+SMALL = dict(frame_size=42, num_envs=4, num_steps=8, eval_episodes=0, log_every=32, checkpoint_every=32)
+
+
+def command(*flags):
+    return [sys.executable, str(SCRIPT), "--frame-size", "42", "--num-steps", "8", "--num-envs", "4", *map(str, flags)]
+
+
+def metrics(run_dir) -> list[dict]:
+    return list(csv.DictReader((Path(run_dir) / "metrics.csv").open()))
+
+
+def test_an_actors_exception_ends_the_run_with_its_own_traceback(monkeypatch, tmp_path):
+    install(monkeypatch, script, RightAction)
+    step_env, calls = script.step_env, []
+
+    def fragile_step(env, action):
+        calls.append(1)
+        if len(calls) > 50:
+            raise RuntimeError("the emulator fell over")
+        return step_env(env, action)
+
+    monkeypatch.setattr(script, "step_env", fragile_step)
+    started = time.time()
+    with pytest.raises(RuntimeError, match="fell over") as caught:
+        script.main(Args(**SMALL, total_timesteps=10**6, runs_dir=str(tmp_path)))
+    assert time.time() - started < 60
+    assert "fragile_step" in [entry.name for entry in caught.traceback]
+
+
+@pytest.fixture(scope="module")
+def killed_run(tmp_path_factory):
+    """A real Pong run killed with signal 9 after its first checkpoint."""
+    runs = tmp_path_factory.mktemp("runs")
+    flags = command("--total-timesteps", 9600, "--checkpoint-every", 640, "--log-every", 320, "--eval-episodes", 0)
+    process = subprocess.Popen([*flags, "--runs-dir", str(runs)], stdout=subprocess.DEVNULL)
+    deadline = time.time() + 300
+    while not list(runs.glob("*/checkpoint.msgpack")):
+        assert process.poll() is None and time.time() < deadline
+        time.sleep(0.05)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    return next(runs.iterdir())
+
+
+def test_a_killed_run_resumes_and_ends_at_the_planned_step(killed_run, tmp_path):
+    run_dir = shutil.copytree(killed_run, tmp_path / killed_run.name)
+    with (run_dir / "metrics.csv").open("a") as file:
+        file.write("99999,1.0,losses/value_loss,0.5\n8000,2.0,losses/val")  # rows past the checkpoint, a torn last line
+    before = flax.serialization.msgpack_restore((run_dir / "checkpoint.msgpack").read_bytes()[4:])
+    result = script.main(Args(resume=str(run_dir)))
+    assert result["global_step"] == 9600
+    steps = [int(row["global_step"]) for row in metrics(run_dir)]
+    assert steps == sorted(steps) and steps[-1] == 9600 and steps[0] <= 640
+    walls = [float(row["wall_seconds"]) for row in metrics(run_dir)]
+    assert walls == sorted(walls)
+    after = flax.serialization.msgpack_restore((run_dir / "checkpoint.msgpack").read_bytes()[4:])
+    assert before["progress"]["generation"] * 32 < 9600 and after["progress"]["generation"] * 32 == 9600
+    assert after["state"]["step"] == 2 * 300  # K visits of every batch: the schedule went on where it stood
+    rates = [float(row["value"]) for row in metrics(run_dir) if row["metric"] == "charts/learning_rate"]
+    assert rates == sorted(rates, reverse=True) and abs(rates[-1]) < 1e-9
+
+
+def test_resume_refuses_missing_damaged_and_foreign_runs(killed_run, tmp_path, capsys):
+    def refused(run_dir, **flags):
+        with pytest.raises(SystemExit) as caught:
+            script.main(Args(resume=str(run_dir), **flags))
+        error = capsys.readouterr().err
+        assert caught.value.code == 2 and error.startswith("error: --") and error.count("\n") == 1, error
+        return error
+
+    assert "cannot read" in refused(tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    assert "cannot read" in refused(tmp_path / "empty")
+    whole = (killed_run / "checkpoint.msgpack").read_bytes()
+    for name, data in {
+        "cut": whole[: len(whole) // 2],
+        "none": b"",
+        "flipped": whole[:5000] + bytes([whole[5000] ^ 1]) + whole[5001:],
+        "text": b"hello, this is no checkpoint",
+    }.items():
+        run_dir = shutil.copytree(killed_run, tmp_path / name)
+        (run_dir / "checkpoint.msgpack").write_bytes(data)
+        assert "damaged" in refused(run_dir)
+    run_dir = shutil.copytree(killed_run, tmp_path / "foreign")
+    script.save_checkpoint(run_dir, {}, {})
+    content = (run_dir / "checkpoint.msgpack").read_bytes()[4:].replace(b"impact_atari", b"import_atari")
+    (run_dir / "checkpoint.msgpack").write_bytes(zlib.crc32(content).to_bytes(4, "big") + content)
+    assert "import_atari.py" in refused(run_dir)
+    assert "--learning-rate" in refused(killed_run, learning_rate=0.5)  # another setting is refused, not ignored
+
+
+def test_ctrl_c_saves_a_checkpoint_and_says_how_to_go_on(tmp_path):
+    flags = command("--total-timesteps", 10**6, "--log-every", 320, "--runs-dir", str(tmp_path))
+    process = subprocess.Popen(flags, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.time() + 300
+    while not (found := list(tmp_path.glob("*/metrics.csv"))) or len(found[0].read_text()) < 200:
+        assert process.poll() is None and time.time() < deadline
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 0 and "Traceback" not in err
+    last = out.strip().splitlines()[-1]
+    assert last.startswith("interrupted at step") and "--resume" in last
+    args, checkpoint = script.load_checkpoint(Args(resume=last.split("--resume ")[1]))
+    assert f"step {checkpoint['progress']['generation'] * 32};" in last
+
+
+def test_nan_stops_the_run_and_keeps_the_last_good_checkpoint(monkeypatch, tmp_path, capsys):
+    install(monkeypatch, script, MatchTheBit)
+    calls, step_env = [], script.step_env
+
+    def poisoned(env, action):
+        obs, reward, *rest = step_env(env, action)
+        calls.append(1)
+        return obs, np.where(len(calls) > 400, np.nan, reward).astype(np.float32), *rest
+
+    monkeypatch.setattr(script, "step_env", poisoned)
+    with pytest.raises(SystemExit) as caught:
+        script.main(Args(**SMALL, total_timesteps=10**5, runs_dir=str(tmp_path)))
+    run_dir = next(tmp_path.iterdir())
+    error = capsys.readouterr().err
+    assert caught.value.code == 1 and "not finite at step" in error and str(run_dir) in error and "losses/" in error
+    _, checkpoint = script.load_checkpoint(Args(resume=str(run_dir)))
+    assert all(np.isfinite(x).all() for x in flax.traverse_util.flatten_dict(checkpoint["state"]["params"]).values())
+    assert not (run_dir / "model.msgpack").exists()
+
+
+@pytest.mark.parametrize(
+    "flags, named",
+    [
+        ("--env-id Nope-v5", "--env-id"),
+        ("--env-id HalfCheetah-v4", "--env-id"),
+        ("--env-id CartPole-v1", "--env-id"),
+        ("--num-envs 0", "--num-envs"),
+        ("--num-steps -4", "--num-steps"),
+        ("--learning-rate nan", "--learning-rate"),
+        ("--gamma 1.5", "--gamma"),
+        ("--num-steps 50 --num-minibatches 3", "--num-minibatches"),
+        ("--num-envs 3 --learner-devices 0 1", "--num-envs"),
+        ("--learner-devices 0 0", "--learner-devices"),
+        ("--learner-devices 5 --num-envs 4", "--learner-devices"),
+        ("--actor-device 7", "--actor-device"),
+        ("--total-timesteps 10", "--total-timesteps"),
+        ("--runs-dir /proc/nowhere", "--runs-dir"),
+        ("--resume nowhere", "--resume"),
+    ],
+)
+def test_bad_flags_get_one_line(flags, named, capsys):
+    with pytest.raises(SystemExit) as caught:
+        script.main(tyro.cli(Args, args=flags.split()))
+    error = capsys.readouterr().err
+    assert caught.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1 and named in error, error
+
+
+def test_track_without_wandb_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr(script.metadata, "distributions", lambda name: [])
+    with pytest.raises(SystemExit) as caught:
+        script.main(Args(track=True))
+    assert caught.value.code == 2 and "--track" in capsys.readouterr().err
+
+
+def test_no_concurrency_is_bit_identical_from_run_to_run(tmp_path):
+    """Real Pong, both runs in one process: metrics.csv is equal but for seconds and speeds."""
+    kept = []
+    for name in ("a", "b"):
+        args = Args(**SMALL | {"log_every": 64}, num_actors=2, num_minibatches=2, concurrency=False, queue_size=2,
+                    seed=3, total_timesteps=1280, runs_dir=str(tmp_path / name))  # fmt: skip
+        rows = metrics(script.main(args)["run_dir"])
+        kept.append([(row["global_step"], row["metric"], row["value"]) for row in rows
+                     if not row["metric"].startswith("time/") and row["metric"] != "charts/SPS"])  # fmt: skip
+    assert kept[0] == kept[1] and len(kept[0]) > 100
+
+
+def test_run_folder_holds_what_design_promises(monkeypatch, tmp_path):
+    install(monkeypatch, script, RightAction)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.chdir(tmp_path)
+    args = Args(**SMALL | {"eval_episodes": 4}, total_timesteps=640, runs_dir=str(tmp_path), track=True)
+    run_dir = script.main(args)["run_dir"]
+    names = {path.name.split(".")[0] if "tfevents" in path.name else path.name for path in run_dir.iterdir()}
+    assert names >= {"args.json", "versions.json", "impact_atari.py", "metrics.csv", "checkpoint.msgpack",
+                     "model.msgpack", "events"}  # fmt: skip
+    assert run_dir.name.startswith("Pong-v5__impact_atari__1__")
+    assert json.loads((run_dir / "args.json").read_text())["seed"] == 1
+    assert {"python", "jax", "device", "git_commit"} <= set(json.loads((run_dir / "versions.json").read_text()))
+    rows = metrics(run_dir)
+    wanted = {f"charts/{x}" for x in "episodic_return episodic_length SPS learning_rate policy_lag".split()}
+    wanted |= {f"losses/{x}" for x in "policy_loss value_loss entropy approx_kl clipfrac grad_norm".split()}
+    wanted |= {"losses/explained_variance", "eval/episodic_return"}
+    assert wanted <= {row["metric"] for row in rows}
+    assert list(rows[0]) == ["global_step", "wall_seconds", "metric", "value"]
+    model = flax.serialization.msgpack_restore((run_dir / "model.msgpack").read_bytes())
+    assert {"format", "args", "params"} <= set(model)
+    assert list((tmp_path / "wandb").glob("offline-run-*"))
+
+
+def test_evaluation_writes_a_gif_of_one_whole_game(tmp_path):
+    from PIL import Image
+
+    args = Args(frame_size=42, eval_episodes=2, capture_video=True, max_episode_steps=60)
+    network = script.ActorCritic("shallow", 6)
+    params = network.init(jax.random.key(0), np.zeros((1, 4, 42, 42), np.uint8))
+    returns = script.evaluate(args, network.apply, params, tmp_path)
+    assert returns.shape == (2,) and (returns <= 0).all()
+    with Image.open(tmp_path / "eval.gif") as gif:
+        assert gif.n_frames > 20 and gif.size == (160, 210)
+    assert os.path.getsize(tmp_path / "eval.gif") > 1000

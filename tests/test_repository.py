@@ -1,0 +1,97 @@
+"""Promises about the files themselves: dependencies, flags, shared code, documented commands."""
+
+import ast
+import importlib
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import tyro
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = sorted(ROOT.glob("*.py"))
+
+
+def test_there_are_scripts():
+    assert ROOT / "impact_atari.py" in SCRIPTS
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_script_header_equals_requirements(path):
+    block = re.search(r"(?m)^# /// script\n((?:#.*\n)+?)# ///\n", path.read_text()).group(1)
+    header = tomllib.loads("\n".join(line[2:] for line in block.splitlines()))
+    runtime = (ROOT / "requirements.txt").read_text().split("\n\n")[0].splitlines()[1:]
+    assert header["dependencies"] == runtime
+    imported = {
+        name.split(".")[0]
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in ([node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names])
+    }
+    third_party = {name.lower() for name in imported - set(sys.stdlib_module_names)} - {"pil", "teachers"}
+    assert third_party <= {re.match(r"[\w-]+", line).group().lower() for line in runtime}
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_every_flag_is_read_and_explained(path):
+    source = path.read_text()
+    (args,) = (n for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == "Args")
+    body = ast.get_source_segment(source, args)
+    outside = source.replace(body, "") + "\n".join(line for line in body.splitlines() if "self." in line)
+    lines = source.splitlines()
+    for node in args.body:
+        if isinstance(node, ast.AnnAssign):
+            assert re.search(rf"\.{node.target.id}\b", outside), f"{node.target.id} is never read"
+            assert re.search(r"  # \S", lines[node.lineno - 1]), f"{node.target.id} has no explanation"
+
+
+def test_functions_of_one_name_are_one_source():
+    """What several scripts need is written out in each of them, byte for byte the same."""
+    seen = {}
+    for path in SCRIPTS:
+        source = path.read_text()
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name not in ("Args", "main"):
+                text = "\n".join(map(ast.unparse, node.decorator_list)) + ast.get_source_segment(source, node)
+                first_path, first = seen.setdefault(node.name, (path.name, text))
+                assert text == first, f"{node.name} differs between {first_path} and {path.name}"
+
+
+def test_readme_commands_parse():
+    """Every `python SCRIPT.py ...` of the README is accepted by that script's own flags."""
+    pattern = r"(?m)^\s*(?:\S+=\S+ )*(?:python|uv run) (\w+\.py)((?:[^\n]*\\\n)*[^\n]*)$"
+    commands = re.findall(pattern, (ROOT / "README.md").read_text())
+    assert len(commands) >= 3
+    for name, flags in commands:
+        words = shlex.split(flags.replace("\\\n", " "), comments=True)
+        words = [word for word in words if word not in ("&",)]
+        tyro.cli(importlib.import_module(name.removesuffix(".py")).Args, args=words)
+
+
+def test_help_shows_flags_with_units():
+    command = [sys.executable, str(ROOT / "impact_atari.py"), "--help"]
+    out = subprocess.run(command, capture_output=True, text=True).stdout
+    for word in ("--total-timesteps", "environment steps", "--queue-size", "--kl-target", "nats", "pixels"):
+        assert word in out
+
+
+def test_the_users_own_xla_flags_survive_and_unknown_versions_get_none():
+    """The flag for CPU convolutions is added once, beside what the user set, and only for versions that know it."""
+    code = """
+import importlib, importlib.metadata, os
+real = importlib.metadata.version
+importlib.metadata.version = lambda package: VERSION if package == "jaxlib" else real(package)
+import impact_atari
+importlib.reload(impact_atari)
+print(os.environ.get("XLA_FLAGS"))
+"""
+    for version, expected in (("0.10.2", 1), ("0.12.0.1", 1), ("0.99.0", 0)):
+        env = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "PATH": "/usr/bin:/bin"}
+        command = [sys.executable, "-c", code.replace("VERSION", repr(version))]
+        job = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+        assert job.returncode == 0, job.stderr
+        assert job.stdout.count("ynn_fusion") == expected and "device_count=2" in job.stdout
