@@ -123,7 +123,7 @@ class Args:
 
     # --- system ---
     num_actors: int = 1  # actor threads of each process
-    queue_size: int = 1  # rollouts that may wait for the learner (with --no-concurrency: policy lag plus one)
+    queue_size: int = 0  # rollouts that may wait beside those in progress; with --no-concurrency exactly the policy lag
     concurrency: bool = True  # act and learn at the same time, or by turns: then bit-identical between runs on a CPU
     actor_device: int = 0  # device of the actors' policy, an index into the process's devices (-1: the host's CPU)
     learner_devices: tuple[int, ...] = (0,)  # devices of the learner, indices into the process's devices
@@ -133,7 +133,8 @@ class Args:
     process_id: int | None = None  # index of this process, likewise
 
     def __post_init__(self):
-        may_be_0 = "seed eval_episodes vf_coef ent_coef kl_coef gamma gae_lambda repeat_action_probability process_id"
+        may_be_0 = "seed queue_size eval_episodes vf_coef ent_coef kl_coef gamma gae_lambda process_id"
+        may_be_0 += " repeat_action_probability"
         for name, x in asdict(self).items():
             low = -1 if name == "actor_device" else 0 if name in may_be_0.split() else 1e-12
             high = 1 if name in ("gamma", "gae_lambda", "repeat_action_probability") else 1e12
@@ -332,7 +333,8 @@ def impact_loss(params, apply_fn: Callable, batch: Batch, kl_coef: jax.Array, ar
 
     variance = masked_mean((value_target - masked_mean(value_target, mask)) ** 2, mask)
     metrics = {"policy_loss": policy_loss, "value_loss": value_loss, "entropy": entropy, "kl_target_live": kl}
-    metrics["approx_kl"] = masked_mean(jnp.expm1(logp - logp_worker) - (logp - logp_worker), mask)  # worker to live
+    log_w = (logp - logp_worker).clip(max=20.0)  # worker to live
+    metrics["approx_kl"] = masked_mean(jnp.expm1(log_w) - log_w, mask)
     metrics["ratio"] = masked_mean(ratio, mask)
     metrics["clipfrac"] = masked_mean(jnp.abs(ratio - 1) > args.clip_coef, mask)
     metrics["rho_clipfrac"] = masked_mean(logp_worker - logp_target > np.log(args.rho), mask)
@@ -341,13 +343,12 @@ def impact_loss(params, apply_fn: Callable, batch: Batch, kl_coef: jax.Array, ar
 
 
 # --- learner ----------------------------------------------------------------------------------------------------------
-def add_advantages(batch: Batch, value: jax.Array, args: Args) -> Batch:
-    """Adds advantages and value targets from values `[B, T+1]`: with target over worker, never live over worker."""
-    r = batch.rollout
-    log_w = log_prob(batch.target_logits, r.action) - r.logp
+def make_batch(rollout: Rollout, target_logits: jax.Array, value: jax.Array, args: Args) -> Batch:
+    """Advantages and value targets from values `[B, T+1]`; always with target over worker, never live over worker."""
+    log_w = log_prob(target_logits, rollout.action) - rollout.logp
     one_env = partial(v_gae, lambda_=args.gae_lambda)
-    advantage, value_target = jax.vmap(one_env)(value, r.reward, r.discount, r.cut, log_w)
-    return batch.replace(advantage=advantage, value_target=value_target)
+    returned = jax.vmap(one_env)(value, rollout.reward, rollout.discount, rollout.cut, log_w)
+    return Batch(rollout, target_logits, *returned)
 
 
 @partial(jax.jit, static_argnames="args")
@@ -355,7 +356,7 @@ def first_visit(state: TrainState, rollout: Rollout, args: Args) -> Batch:
     """The target network evaluates a new batch. That holds for all K visits: the target changes only after the last."""
     # lax.map: one environment at a time, since a forward pass gains nothing from a larger batch but needs its memory.
     logits, value = jax.lax.map(partial(state.apply_fn, state.target_params), rollout.obs)
-    return add_advantages(Batch(rollout, logits[:, :-1], rollout.reward, rollout.reward), value, args)
+    return make_batch(rollout, logits[:, :-1], value, args)
 
 
 def deal_rows(rng: np.random.Generator, visits: int, num_envs: int, args: Args) -> np.ndarray:
@@ -373,7 +374,7 @@ def sgd_step(state: TrainState, batch: Batch, rows: jax.Array, args: Args) -> tu
     """One SGD step on the given rows `[B, T / num_minibatches]` of a batch."""
     if args.value_target == "live":
         _, value = jax.lax.map(partial(state.apply_fn, state.params), batch.rollout.obs)
-        batch = add_advantages(batch, value, args)
+        batch = make_batch(batch.rollout, batch.target_logits, value, args)
     minibatch = jax.tree.map(lambda x: jax.vmap(lambda one_env, i: one_env[i])(x, rows), batch)
     grad_fn = jax.value_and_grad(impact_loss, has_aux=True)
     (_, metrics), grads = grad_fn(state.params, state.apply_fn, minibatch, state.kl_coef, args)
@@ -414,10 +415,13 @@ def policy_step(apply_fn: Callable, params, obs: jax.Array, key: jax.Array, step
 
 
 class Exchange:
-    """What actor threads and learner share: a bounded queue, the newest parameters, and a way to stop each other."""
+    """What actor threads and learner share: a bounded queue, the newest parameters, and a way to stop each other.
 
-    def __init__(self, queue_size: int):
-        self.rollouts: queue.Queue = queue.Queue(queue_size)
+    The bound counts rollouts from their beginning: an actor that finds no room waits before it reads the parameters,
+    not after it has used them. So the policy lag is no longer than the rollouts in flight."""
+
+    def __init__(self, max_in_flight: int):
+        self.rollouts, self.room = queue.SimpleQueue(), threading.Semaphore(max_in_flight)
         self.published: tuple[Any, int] = (None, 0)  # parameters, SGD steps that made them; replaced as a whole
         self.stop, self.error = threading.Event(), None
 
@@ -426,18 +430,13 @@ class Exchange:
         copy = jax.tree.map(lambda x: jnp.copy(x.addressable_data(0)), params)
         self.published = jax.block_until_ready(jax.device_put(copy, device)), sgd_steps  # syncs, or actors would wait
 
-    def put(self, item):
-        while not self.stop.is_set():
-            try:
-                return self.rollouts.put(item, timeout=0.2)
-            except queue.Full:
-                continue
-
     def take(self):
-        """The oldest waiting item; raises what an actor thread died of."""
+        """The oldest waiting rollout; raises what an actor thread died of."""
         while self.error is None:
             try:
-                return self.rollouts.get(timeout=0.2)
+                rollout = self.rollouts.get(timeout=0.2)
+                self.room.release()
+                return rollout
             except queue.Empty:
                 continue
         raise self.error
@@ -480,7 +479,8 @@ class Actor(threading.Thread):
         """The thread's body. What goes wrong in it reaches the learner through the exchange."""
         try:
             while not self.exchange.stop.is_set():
-                self.exchange.put(self.rollout())
+                if self.exchange.room.acquire(timeout=0.2):
+                    self.exchange.rollouts.put(self.rollout())
         except BaseException as error:
             self.exchange.error = error
 
@@ -494,14 +494,13 @@ class Logger:
         rows = path.read_text().splitlines(keepends=True)[1:] if path.exists() else []
         # A resumed run forgets the rows that its checkpoint has not seen, and a last line cut short by a kill.
         rows = [row for row in rows if row.endswith("\n") and int(row.split(",")[0]) <= step]
-        path.write_text("global_step,wall_seconds,metric,value\n" + "".join(rows))
+        write_whole(path, ("global_step,wall_seconds,metric,value\n" + "".join(rows)).encode())
         self.csv, self.tensorboard, self.wandb = path.open("a"), SummaryWriter(str(run_dir), purge_step=step + 1), None
         if args.track:
             import wandb
 
-            self.wandb = wandb.init(
-                project=args.wandb_project_name, entity=args.wandb_entity, name=run_dir.name, config=asdict(args)
-            )
+            names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": run_dir.name}
+            self.wandb = wandb.init(config=asdict(args), **names)
 
     def log(self, step: int, metrics: dict[str, float]):
         for name, value in metrics.items():
@@ -630,7 +629,7 @@ def main(args: Args) -> dict:
     global_step = generation * generation_steps
 
     # --- actors; a resumed run plays new games, since the generation is part of their seeds ---
-    exchange, actors = Exchange(args.queue_size), []
+    exchange, actors = Exchange(args.num_actors + args.queue_size), []
     exchange.publish(state.params, sgd_steps, actor_device)
     for i in range(args.num_actors):
         entropy = (args.seed, jax.process_index(), i, generation)
@@ -653,11 +652,11 @@ def main(args: Args) -> dict:
     pending, last_returns, last_kls = defaultdict(list), deque(maxlen=20), deque(maxlen=args.buffer_size)
 
     def take_oldest() -> Batch:
-        """From the queue to the learner's devices; without concurrency the actors first fill the queue, by turns."""
+        """From the queue to the learner's devices; without concurrency the actors act first, by turns."""
         start = time.time()
-        while not args.concurrency and not exchange.rollouts.full():
+        while not args.concurrency and exchange.rollouts.qsize() <= args.queue_size:
             actors.append(actors.pop(0))
-            exchange.put(actors[-1].rollout())
+            exchange.rollouts.put(actors[-1].rollout())
         rollout, behaviour_sgd_steps, metrics = exchange.take()
         last_returns.extend(metrics["charts/episodic_return"])
         metrics["charts/policy_lag"].append(sgd_steps - behaviour_sgd_steps)
@@ -728,6 +727,9 @@ def main(args: Args) -> dict:
         exchange.stop.set()
         for s, handler in old_handlers.items():
             signal.signal(s, handler)
+        for actor in actors if args.concurrency else ():
+            if actor.is_alive():
+                actor.join(timeout=5)
 
     # --- evaluate and save ---
     result = {"final_return": float(np.mean(last_returns)) if last_returns else None, "eval_return": None}
@@ -749,4 +751,7 @@ def main(args: Args) -> dict:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    try:
+        main(tyro.cli(Args))
+    except KeyboardInterrupt:  # before the first step, during the evaluation, or the second Ctrl-C
+        refuse("interrupted", code=130)

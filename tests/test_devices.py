@@ -12,6 +12,7 @@ import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for the processes that run this file as a script
 import impact_atari as script
 from impact_atari import ActorCritic, Args, Rollout, TrainState
 

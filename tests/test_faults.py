@@ -188,7 +188,7 @@ def test_no_concurrency_is_bit_identical_from_run_to_run(tmp_path):
     """Real Pong, both runs in one process: metrics.csv is equal but for seconds and speeds."""
     kept = []
     for name in ("a", "b"):
-        args = Args(**SMALL | {"log_every": 64}, num_actors=2, num_minibatches=2, concurrency=False, queue_size=2,
+        args = Args(**SMALL | {"log_every": 64}, num_actors=2, num_minibatches=2, concurrency=False, queue_size=1,
                     seed=3, total_timesteps=1280, runs_dir=str(tmp_path / name))  # fmt: skip
         rows = metrics(script.main(args)["run_dir"])
         kept.append([(row["global_step"], row["metric"], row["value"]) for row in rows

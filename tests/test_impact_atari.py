@@ -393,7 +393,7 @@ def test_without_a_target_network_lag_hurts(monkeypatch, tmp_path):
     final = {}
     for ratio in ("impact", "worker"):
         result = run(
-            monkeypatch, tmp_path, MatchTheBit, ratio=ratio, concurrency=False, queue_size=16, learning_rate=1e-2,
+            monkeypatch, tmp_path, MatchTheBit, ratio=ratio, concurrency=False, queue_size=15, learning_rate=1e-2,
             num_minibatches=8, passes=8, total_timesteps=128 * 48, norm_adv=False, eval_episodes=200,
             max_grad_norm=100.0,
         )  # fmt: skip
