@@ -10,7 +10,7 @@ Paper: Luo et al., "IMPACT: Importance Weighted Asynchronous Architectures with 
     actor threads ── rollouts ──> bounded queue ──> circular buffer C(N, K) ──> SGD steps ──> live parameters
           ▲     (EnvPool, policy)                   first visit: the target network             │
           │                                         computes the advantages (V-GAE)             │
-          └──────────── copy of the live parameters after every visit ──────────────────────────┘
+          └──────────── copy of the live parameters after the SGD steps ────────────────────────┘
                         after every N*K visits: target parameters <- live parameters
 
 All of the algorithm is here: three policies (worker, target, live), the clipped surrogate with the IMPACT ratio,
@@ -19,7 +19,7 @@ Deliberately different from the paper or from its author's code:
   1. The target's critic computes the advantages, as the paper says; the author used the live one (--value-target live).
   2. All T rewards of a rollout count: it holds T+1 observations, the last one for bootstrapping only.
   3. A time limit is not a death: it bootstraps. EnvPool's dummy row after an end is masked out of everything.
-  4. Convolutions are VALID, initialised orthogonally, and read pixels / 255.
+  4. The shallow network's convolutions are VALID, initialised orthogonally, and read pixels / 255.
 
     python impact_atari.py --env-id Pong-v5                          one CPU or one GPU
     python impact_atari.py --num-envs 64 --learner-devices 0 1 2 3   data-parallel learner on four devices
@@ -43,6 +43,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 import zlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
@@ -93,7 +94,7 @@ class Args:
 
     # --- environment ---
     env_id: str = "Pong-v5"  # EnvPool's name of the game
-    num_envs: int = 16  # B, environments of each actor thread; a train batch is one rollout, of num_envs x num_steps
+    num_envs: int = 16  # B, environments of each actor thread; a rollout of num_steps in each is a train batch
     frame_size: Literal[84, 42] = 84  # height and width of a frame in pixels (42: cheap, and the author's for Pong)
     episodic_life: bool = True  # a lost life ends a training episode (returns are always those of whole games)
     repeat_action_probability: float = 0.0  # probability that the emulator repeats the last action (sticky actions)
@@ -137,10 +138,12 @@ class Args:
         may_be_0 += " repeat_action_probability"
         for name, x in asdict(self).items():
             low = -1 if name == "actor_device" else 0 if name in may_be_0.split() else 1e-12
-            high = 1 if name in ("gamma", "gae_lambda", "repeat_action_probability") else 1e12
+            high = 1 if name in ("gamma", "gae_lambda", "repeat_action_probability") else 10**9
             if type(x) in (int, float) and not low <= x <= high:  # NaN does not hold either
-                above = {0: "0 or more", -1: "-1 or more"}.get(low, "above 0")
-                refuse(f"--{name.replace('_', '-')} {x}: must be {above}{' and at most 1' if high == 1 else ''}")
+                at_least = "above 0" if 0 < low < 1 else f"at least {low}"
+                refuse(f"--{name.replace('_', '-')} {x}: must be {at_least} and at most {high:,}")
+        if self.capture_video and not self.eval_episodes:
+            refuse("--capture-video: films an evaluated game, so --eval-episodes must be above 0")
         num_devices = len(self.learner_devices)
         if num_devices == 0 or min(self.learner_devices) < 0 or len({*self.learner_devices}) < num_devices:
             refuse("--learner-devices: must be different indices, for example --learner-devices 0 1")
@@ -296,7 +299,7 @@ def v_gae(value, reward, discount, cut, log_w, lambda_: float) -> tuple[jax.Arra
 
 def log_ratio(logp: jax.Array, logp_target: jax.Array, logp_worker: jax.Array, kind: str, rho: float) -> jax.Array:
     """log R of R = pi / max(pi_target, pi_worker / rho), which equals min(pi_worker / pi_target, rho) pi / pi_worker.
-    The ablations: `target` has no bound (rho = infinity), `worker` no target network."""
+    The ablations: `target` has no bound (rho = infinity), `worker` is anchored at the policy that acted, as in PPO."""
     impact = jnp.maximum(logp_target, logp_worker - jnp.log(rho))
     return logp - {"impact": impact, "target": logp_target, "worker": logp_worker}[kind]
 
@@ -331,14 +334,16 @@ def impact_loss(params, apply_fn: Callable, batch: Batch, kl_coef: jax.Array, ar
     kl = masked_mean(jnp.sum(jnp.exp(log_pi_target) * (log_pi_target - log_pi), axis=-1), mask)
     loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy + kl_coef * kl
 
-    variance = masked_mean((value_target - masked_mean(value_target, mask)) ** 2, mask)
+    def variance(x):
+        return masked_mean((x - masked_mean(x, mask)) ** 2, mask)
+
     metrics = {"policy_loss": policy_loss, "value_loss": value_loss, "entropy": entropy, "kl_target_live": kl}
     log_w = (logp - logp_worker).clip(max=20.0)  # worker to live
     metrics["approx_kl"] = masked_mean(jnp.expm1(log_w) - log_w, mask)
     metrics["ratio"] = masked_mean(ratio, mask)
     metrics["clipfrac"] = masked_mean(jnp.abs(ratio - 1) > args.clip_coef, mask)
     metrics["rho_clipfrac"] = masked_mean(logp_worker - logp_target > np.log(args.rho), mask)
-    metrics["explained_variance"] = 1 - 2 * value_loss / jnp.maximum(variance, 1e-8)
+    metrics["explained_variance"] = 1 - variance(value_target - value) / jnp.maximum(variance(value_target), 1e-8)
     return loss, {f"losses/{name}": value for name, value in metrics.items()}
 
 
@@ -351,11 +356,18 @@ def make_batch(rollout: Rollout, target_logits: jax.Array, value: jax.Array, arg
     return Batch(rollout, target_logits, *returned)
 
 
+def forward(apply_fn: Callable, params, obs: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Logits `[B, T, A]` and values `[B, T]` of frames `[B, T, ...]`; B may be sharded over devices."""
+    if jax.default_backend() == "cpu":  # one time step after the other: twice as fast, the temporary arrays are smaller
+        return jax.tree.map(lambda x: x.swapaxes(0, 1), jax.lax.map(partial(apply_fn, params), obs.swapaxes(0, 1)))
+    out = apply_fn(params, obs.reshape(-1, *obs.shape[2:]))
+    return jax.tree.map(lambda x: x.reshape(*obs.shape[:2], *x.shape[1:]), out)
+
+
 @partial(jax.jit, static_argnames="args")
 def first_visit(state: TrainState, rollout: Rollout, args: Args) -> Batch:
     """The target network evaluates a new batch. That holds for all K visits: the target changes only after the last."""
-    # lax.map: one environment at a time, since a forward pass gains nothing from a larger batch but needs its memory.
-    logits, value = jax.lax.map(partial(state.apply_fn, state.target_params), rollout.obs)
+    logits, value = forward(state.apply_fn, state.target_params, rollout.obs)
     return make_batch(rollout, logits[:, :-1], value, args)
 
 
@@ -373,7 +385,7 @@ def deal_rows(rng: np.random.Generator, visits: int, num_envs: int, args: Args) 
 def sgd_step(state: TrainState, batch: Batch, rows: jax.Array, args: Args) -> tuple[TrainState, dict]:
     """One SGD step on the given rows `[B, T / num_minibatches]` of a batch."""
     if args.value_target == "live":
-        _, value = jax.lax.map(partial(state.apply_fn, state.params), batch.rollout.obs)
+        _, value = forward(state.apply_fn, state.params, batch.rollout.obs)
         batch = make_batch(batch.rollout, batch.target_logits, value, args)
     minibatch = jax.tree.map(lambda x: jax.vmap(lambda one_env, i: one_env[i])(x, rows), batch)
     grad_fn = jax.value_and_grad(impact_loss, has_aux=True)
@@ -397,12 +409,15 @@ def learn(state: TrainState, batch: Batch, rows: np.ndarray, args: Args) -> tupl
     return state, jax.tree.map(lambda *x: jnp.stack(x), *metrics)
 
 
-@partial(jax.jit, static_argnames="args", donate_argnames="state")
-def update_target(state: TrainState, kl: jax.Array, args: Args) -> TrainState:
-    """Target <- live, and the author's rule for the weight of the KL term, given the mean KL of the last N visits."""
+@partial(jax.jit, static_argnames=("args", "update_target"), donate_argnames="state")
+def end_generation(state: TrainState, kl: jax.Array, args: Args, update_target: bool) -> TrainState:
+    """Target <- live, and the author's rule for the weight of the KL term, given the mean KL of the last round."""
     factor = jnp.where(kl > 2 * args.kl_target, 1.5, jnp.where(kl < args.kl_target / 2, 0.5, 1.0))
-    target_params = jax.tree.map(jnp.copy, state.params)  # both are donated, so they must not share memory
-    return state.replace(target_params=target_params, kl_coef=state.kl_coef * factor)
+    kl_coef = jnp.maximum(state.kl_coef * factor, 1e-6 * args.kl_coef)  # never so small that it could not come back
+    if not update_target:
+        return state.replace(kl_coef=kl_coef)
+    # A copy: live and target parameters are both donated, so they must not share memory.
+    return state.replace(target_params=jax.tree.map(jnp.copy, state.params), kl_coef=kl_coef)
 
 
 # --- actors -----------------------------------------------------------------------------------------------------------
@@ -427,6 +442,8 @@ class Exchange:
 
     def publish(self, params, sgd_steps: int, device: jax.Device):
         """Hands the actors a copy of the replicated parameters: the learner's own are donated, so deleted, next."""
+        if self.error is not None:
+            raise self.error
         copy = jax.tree.map(lambda x: jnp.copy(x.addressable_data(0)), params)
         self.published = jax.block_until_ready(jax.device_put(copy, device)), sgd_steps  # syncs, or actors would wait
 
@@ -513,7 +530,9 @@ class Logger:
 
 def make_run_dir(args: Args) -> Path:
     """Creates the run folder, with the run's provenance in it: arguments, versions, a copy of this script."""
-    run_dir = Path(args.runs_dir) / f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
+    stamp = int(time.time())
+    while (run_dir := Path(args.runs_dir) / f"{args.env_id}__{args.exp_name}__{args.seed}__{stamp}").exists():
+        stamp += 1
     git = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "HEAD"]
     commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
     versions = {name: metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax", "numpy", "envpool")}
@@ -544,32 +563,33 @@ def save_checkpoint(run_dir: Path, state, progress: dict):
 def load_checkpoint(args: Args) -> tuple[Args, dict]:
     """The settings and the checkpoint of the run to resume; refuses a missing, damaged or foreign one.
 
-    The run keeps its settings. A flag that asks for something else is refused, not ignored."""
+    The run keeps its settings. A flag set to something else than its default is refused, not ignored."""
     run_dir, of_the_process = Path(args.resume), ("resume", "coordinator_address", "num_processes", "process_id")
     try:
         saved, data = json.loads((run_dir / "args.json").read_text()), (run_dir / "checkpoint.msgpack").read_bytes()
-    except (OSError, ValueError) as error:
-        refuse(f"--resume {run_dir}: cannot read its args.json and checkpoint.msgpack ({error}); name a run's folder")
+        saved["learner_devices"] = tuple(saved["learner_devices"])
+        resumed = Args(**saved | {name: getattr(args, name) for name in of_the_process})
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        refuse(f"--resume {run_dir}: cannot read its args.json and checkpoint.msgpack ({error!r}); name a run's folder")
     if zlib.crc32(data[4:]).to_bytes(4, "big") != data[:4]:
         refuse(f"--resume {run_dir}: checkpoint.msgpack is damaged; restore it from a copy, or start a new run")
     checkpoint = flax.serialization.msgpack_restore(data[4:])
     if checkpoint["script"] != Path(__file__).stem:
         refuse(f"--resume {run_dir}: it is a run of {checkpoint['script']}.py; resume it with that script")
-    saved["learner_devices"] = tuple(saved["learner_devices"])
     for name, given in asdict(args).items():
-        if name not in of_the_process and given not in (getattr(Args, name), saved[name]):
+        if name not in of_the_process and given not in (getattr(Args, name), getattr(resumed, name)):
             refuse(f"--{name.replace('_', '-')} {given}: a resumed run keeps its settings; leave the flag out")
-    return Args(**saved | {name: getattr(args, name) for name in of_the_process}), checkpoint
+    return resumed, checkpoint
 
 
-def evaluate(args: Args, apply_fn: Callable, params, run_dir: Path | None) -> np.ndarray:
+def evaluate(args: Args, apply_fn: Callable, params, key: jax.Array, run_dir: Path | None) -> np.ndarray:
     """Unclipped returns of whole games, actions sampled: the first game of each of `eval_episodes` fresh environments,
-    so that short games are not over-represented. Writes a GIF of one of them if asked for."""
-    n, key = args.eval_episodes, jax.random.key(args.seed)
+    so that short games are not over-represented. Writes a GIF of one (its first 3,000 steps) if asked for."""
+    n = args.eval_episodes
     env = make_env(args, n, (args.seed, 2**31), training=False)
     (obs, _), returns, over, frames, step = env.reset(), np.zeros(n), np.zeros(n, bool), [], 0
     while not over.all():
-        if args.capture_video and run_dir and not over[0]:
+        if args.capture_video and run_dir and not over[0] and step < 3000:
             frames.append(env.render()[0])
         action, _ = jax.device_get(policy_step(apply_fn, params, obs, key, step))
         obs, *_, game_over, game_reward = step_env(env, action)
@@ -595,7 +615,8 @@ def main(args: Args) -> dict:
 
     # --- devices: each process has its own; the learner's devices of all processes form one mesh ---
     if args.distributed:
-        jax.distributed.initialize(args.coordinator_address, args.num_processes, args.process_id)
+        where = (args.coordinator_address, args.num_processes, args.process_id)
+        jax.distributed.initialize(*where, heartbeat_timeout_seconds=20)  # when a process dies, the others end soon
     local = jax.local_devices()
     if max(*args.learner_devices, args.actor_device) >= len(local):
         refuse(f"--learner-devices, --actor-device: only {len(local)} devices here, 0 to {len(local) - 1}")
@@ -609,14 +630,17 @@ def main(args: Args) -> dict:
     num_generations = args.total_timesteps // generation_steps
     if num_generations == 0:
         refuse(f"--total-timesteps {args.total_timesteps}: must be at least one generation, {generation_steps} steps")
+    if progress.setdefault("generation_steps", generation_steps) != generation_steps:
+        refuse(f"--resume {args.resume}: was started with another number of processes; use as many as then")
     planned_sgd_steps = num_generations * args.buffer_size * args.passes * args.num_minibatches
 
     # --- state ---
     env = make_env(args, 1, (args.seed,))
     network = ActorCritic(args.network, int(env.action_space.n))
-    init_key, actor_key = jax.random.split(jax.random.key(args.seed))
+    init_key, actor_key, eval_key = jax.random.split(jax.random.key(args.seed), 3)
     params = network.init(init_key, np.zeros((1, *env.observation_space.shape), np.uint8))
-    rate = optax.linear_schedule(args.learning_rate, 0.0, planned_sgd_steps if args.anneal_lr else 0)
+    last_rate = 0.0 if args.anneal_lr else args.learning_rate
+    rate = optax.linear_schedule(args.learning_rate, last_rate, planned_sgd_steps)
     optimizer = optax.chain(optax.clip_by_global_norm(args.max_grad_norm), optax.adam(rate, eps=1e-5))
     state = TrainState.create(
         apply_fn=network.apply, params=params, tx=optimizer, target_params=params, kl_coef=np.float32(args.kl_coef)
@@ -668,7 +692,7 @@ def main(args: Args) -> dict:
         return first_visit(state, rollout, args)
 
     # --- learn, until the end or the first Ctrl-C (or SIGTERM); a second one does not wait for the generation's end ---
-    interrupted = threading.Event()
+    interrupted, stop = threading.Event(), False
 
     def interrupt(*_):
         interrupted.set()
@@ -681,7 +705,7 @@ def main(args: Args) -> dict:
     try:
         for actor in actors if args.concurrency else ():
             actor.start()
-        while generation < num_generations and not interrupted.is_set():
+        while generation < num_generations and not stop:
             for batch in traverse(take_oldest, args.buffer_size, args.passes // visits):
                 start = time.time()
                 rng = np.random.default_rng((args.seed, sgd_steps))  # so a resumed run goes on with the same stream
@@ -693,21 +717,23 @@ def main(args: Args) -> dict:
                     pending[name].append(value)
             generation += 1
             global_step = generation * generation_steps
-            if generation % args.target_period == 0:
-                state = update_target(state, sum(last_kls) / len(last_kls), args)
-            # All processes must leave the loop together: those that stayed would wait for the others for ever.
-            if args.distributed and multihost_utils.process_allgather(np.array(interrupted.is_set())).any():
-                interrupted.set()
+            update_target = generation % args.target_period == 0
+            state = end_generation(state, sum(last_kls) / len(last_kls), args, update_target)
+            stop = interrupted.is_set()
+            if args.distributed:  # all processes leave the loop together: any that stayed would wait for ever
+                stop = bool(multihost_utils.process_allgather(np.array(stop)).any())
 
-            last = generation == num_generations or interrupted.is_set()
+            last = generation == num_generations or stop
             save_now = last or global_step % args.checkpoint_every < generation_steps
             if save_now or global_step % args.log_every < generation_steps:
                 means = {name: float(np.mean(x)) for name, x in jax.device_get(dict(pending)).items() if x}  # sync
                 pending.clear()
                 bad = [name for name, value in means.items() if not np.isfinite(value)]
                 if bad:
-                    refuse(f"{bad[0]} is not finite at step {global_step}; stopped, nothing overwritten. Resume from "
-                           f"the last good checkpoint in {run_dir}, or lower --learning-rate", code=1)  # fmt: skip
+                    good = run_dir / "checkpoint.msgpack" if run_dir else Path()
+                    good = f"last good checkpoint: {good}" if good.is_file() else "no checkpoint was saved before"
+                    refuse(f"{bad[0]} is not finite at step {global_step}, so the run stopped without saving; {good}; a "
+                           "lower --learning-rate may help", code=1)  # fmt: skip
                 speed = (global_step - logged_step) / (time.time() - logged_at)
                 logged_at, logged_step = time.time(), global_step
                 means |= {"charts/SPS": speed, "charts/learning_rate": float(rate(sgd_steps))}
@@ -721,8 +747,13 @@ def main(args: Args) -> dict:
                           f"{means['charts/policy_lag']:3.0f}   value loss {means['losses/value_loss']:7.4f}   entropy "
                           f"{means['losses/entropy']:5.3f}   {left:4.0f} min left", flush=True)  # fmt: skip
             if save_now and logger:
-                progress = {"generation": generation, "wall_seconds": time.time() - logger.started}
+                progress |= {"generation": generation, "wall_seconds": time.time() - logger.started}
                 save_checkpoint(run_dir, state, progress)
+    except BaseException:
+        if args.distributed:  # an orderly exit would wait minutes for the other processes
+            traceback.print_exc()
+            os._exit(1)
+        raise
     finally:
         exchange.stop.set()
         for s, handler in old_handlers.items():
@@ -734,15 +765,16 @@ def main(args: Args) -> dict:
     # --- evaluate and save ---
     result = {"final_return": float(np.mean(last_returns)) if last_returns else None, "eval_return": None}
     result |= {"global_step": global_step, "run_dir": run_dir}
-    if interrupted.is_set():
-        print(f"interrupted at step {global_step}; continue with --resume {run_dir}")
+    if generation < num_generations:
+        if logger:
+            print(f"interrupted at step {global_step}; continue with --resume {run_dir}")
         return result
     params = jax.device_get(jax.tree.map(lambda x: x.addressable_data(0), state.params))
     if args.save_model and logger:
         model = {"format": f"{Path(__file__).stem} 1", "args": json.dumps(asdict(args)), "params": params}
         write_whole(run_dir / "model.msgpack", flax.serialization.msgpack_serialize(model))
     if args.eval_episodes:
-        returns = evaluate(args, network.apply, params, run_dir)
+        returns = evaluate(args, network.apply, params, eval_key, run_dir)
         result["eval_return"] = float(returns.mean())
         if logger:
             logger.log(global_step, {"eval/episodic_return": returns.mean(), "eval/episodic_return_std": returns.std()})

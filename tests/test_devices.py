@@ -1,11 +1,13 @@
 """Several devices and several processes compute the same update as one device."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import flax
 import jax
 import numpy as np
 import optax
@@ -42,7 +44,7 @@ def update(devices, envs=slice(None)) -> dict[str, np.ndarray]:
     batch = script.first_visit(state, rollout, ARGS)
     rows = script.deal_rows(np.random.default_rng(1), 2, B, ARGS)
     state, _ = script.learn(state, batch, rows, ARGS)
-    state = script.update_target(state, jax.numpy.float32(0.1), ARGS)
+    state = script.end_generation(state, jax.numpy.float32(0.1), ARGS, update_target=True)
     leaves = jax.tree_util.tree_leaves_with_path(state.params)
     return {jax.tree_util.keystr(path): np.asarray(leaf.addressable_data(0)) for path, leaf in leaves}
 
@@ -98,10 +100,46 @@ def test_two_processes_train_pong_and_only_one_writes(tmp_path):
     assert (run_dir / "metrics.csv").read_text().splitlines()[-1].startswith("640,")
 
 
-def test_main_trains_on_two_devices(tmp_path):
-    args = Args(frame_size=42, num_envs=4, num_steps=8, total_timesteps=320, eval_episodes=0, runs_dir=str(tmp_path),
-                learner_devices=(0, 1), actor_device=1)  # fmt: skip
-    assert script.main(args)["global_step"] == 320
+def test_main_on_two_devices_trains_what_it_trains_on_one(monkeypatch, tmp_path):
+    learn, params = script.learn, {}
+    for devices in ((0,), (0, 1)):
+
+        def spy(state, batch, rows, args, devices=devices):
+            assert len(batch.rollout.obs.sharding.device_set) == len(devices)
+            assert batch.rollout.obs.addressable_shards[0].data.shape[0] == 4 // len(devices)
+            return learn(state, batch, rows, args)
+
+        monkeypatch.setattr(script, "learn", spy)
+        args = Args(frame_size=42, num_envs=4, num_steps=8, num_minibatches=2, total_timesteps=128, eval_episodes=0,
+                    concurrency=False, learner_devices=devices, runs_dir=str(tmp_path / str(len(devices))))  # fmt: skip
+        result = script.main(args)
+        assert result["global_step"] == 128
+        model = flax.serialization.msgpack_restore((result["run_dir"] / "model.msgpack").read_bytes())
+        params[devices] = flax.traverse_util.flatten_dict(model["params"], sep="/")
+    for name, value in params[(0,)].items():
+        np.testing.assert_allclose(params[(0, 1)][name], value, rtol=1e-4, atol=1e-5)
+
+
+def test_no_frame_leaves_its_device():
+    """The compiled evaluation and SGD step on two devices move gradients and statistics, never observations."""
+    by_env = NamedSharding(Mesh(jax.devices()[:2], "data"), PartitionSpec("data"))
+    replicated = NamedSharding(by_env.mesh, PartitionSpec())
+    shapes = {"obs": (8, 7, 4, 42, 42)} | {f: (8, 6) for f in "action logp reward discount cut mask".split()}
+    kinds = {"obs": np.uint8, "action": np.int32, "cut": bool, "mask": bool}
+    zeros = {f: jax.device_put(np.zeros(s, kinds.get(f, np.float32)), by_env) for f, s in shapes.items()}
+    network = ActorCritic("shallow", 6)
+    params = network.init(jax.random.key(0), np.zeros((1, 4, 42, 42), np.uint8))
+    state = TrainState.create(apply_fn=network.apply, params=params, target_params=params, kl_coef=np.float32(0),
+                              tx=optax.sgd(0.1))  # fmt: skip
+    state = jax.device_put(jax.tree.map(np.array, state), replicated)
+    evaluate = script.first_visit.lower(state, Rollout(**zeros), ARGS).compile()
+    batch = script.first_visit(state, Rollout(**zeros), ARGS)
+    rows = script.deal_rows(np.random.default_rng(0), 1, 8, ARGS)
+    step = script.sgd_step.lower(state, batch, rows[0], ARGS).compile()
+    for compiled in (evaluate, step):
+        moved = [line for line in compiled.as_text().splitlines() if re.search(r"= u8.* (all-|collective)", line)]
+        assert not moved, moved
+    assert "all-reduce" in step.as_text()
 
 
 if __name__ == "__main__":  # a process of the two-process test

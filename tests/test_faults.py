@@ -33,21 +33,27 @@ def metrics(run_dir) -> list[dict]:
     return list(csv.DictReader((Path(run_dir) / "metrics.csv").open()))
 
 
-def test_an_actors_exception_ends_the_run_with_its_own_traceback(monkeypatch, tmp_path):
+@pytest.mark.parametrize("settings", [{}, {"buffer_size": 4, "passes": 200, "num_actors": 2}])
+def test_an_actors_exception_ends_the_run_with_its_own_traceback(monkeypatch, tmp_path, settings):
+    """Within ten seconds, also in the middle of many visits that take nothing from the queue."""
     install(monkeypatch, script, RightAction)
-    step_env, calls = script.step_env, []
+    step_env, learn, raised = script.step_env, script.learn, []
 
     def fragile_step(env, action):
-        calls.append(1)
-        if len(calls) > 50:
+        if len(raised) > 100:
+            raised.append(time.time())
             raise RuntimeError("the emulator fell over")
         return step_env(env, action)
 
+    def spy_learn(*given):  # the emulator falls over once the learner is at work
+        raised.extend([0.0] * 101)
+        return learn(*given)
+
     monkeypatch.setattr(script, "step_env", fragile_step)
-    started = time.time()
+    monkeypatch.setattr(script, "learn", spy_learn)
     with pytest.raises(RuntimeError, match="fell over") as caught:
-        script.main(Args(**SMALL, total_timesteps=10**6, runs_dir=str(tmp_path)))
-    assert time.time() - started < 60
+        script.main(Args(**SMALL | settings, total_timesteps=10**6, runs_dir=str(tmp_path)))
+    assert time.time() - max(raised) < 10
     assert "fragile_step" in [entry.name for entry in caught.traceback]
 
 
@@ -112,6 +118,31 @@ def test_resume_refuses_missing_damaged_and_foreign_runs(killed_run, tmp_path, c
     (run_dir / "checkpoint.msgpack").write_bytes(zlib.crc32(content).to_bytes(4, "big") + content)
     assert "import_atari.py" in refused(run_dir)
     assert "--learning-rate" in refused(killed_run, learning_rate=0.5)  # another setting is refused, not ignored
+    for name, text in {"torn": '{"seed": ', "empty": "{}", "foreign_flag": '{"learner_devices": [0], "x": 1}'}.items():
+        run_dir = shutil.copytree(killed_run, tmp_path / f"args_{name}")
+        (run_dir / "args.json").write_text(text)
+        assert "cannot read" in refused(run_dir)
+
+
+def test_a_resumed_run_has_the_whole_state(killed_run, tmp_path):
+    """Resuming and interrupting at once changes nothing: parameters, target, Adam's moments, counters, KL weight."""
+    run_dir = shutil.copytree(killed_run, tmp_path / "copy")
+    _, checkpoint = script.load_checkpoint(Args(resume=str(run_dir)))
+    seen = {}
+
+    def capture(state, *_):
+        seen["state"] = flax.serialization.to_state_dict(jax.device_get(state))
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(script, "first_visit", capture)
+        with pytest.raises(KeyboardInterrupt):
+            script.main(Args(resume=str(run_dir)))
+    assert checkpoint["state"]["step"] > 0
+    moved = checkpoint["state"]["params"]["params"]["Dense_0"]["kernel"]
+    target = checkpoint["state"]["target_params"]["params"]["Dense_0"]["kernel"]
+    np.testing.assert_array_equal(moved, target)  # saved at the end of a generation
+    jax.tree.map(np.testing.assert_array_equal, seen["state"], checkpoint["state"])
 
 
 def test_ctrl_c_saves_a_checkpoint_and_says_how_to_go_on(tmp_path):
@@ -159,6 +190,9 @@ def test_nan_stops_the_run_and_keeps_the_last_good_checkpoint(monkeypatch, tmp_p
         ("--num-envs 0", "--num-envs"),
         ("--num-steps -4", "--num-steps"),
         ("--learning-rate nan", "--learning-rate"),
+        ("--learning-rate inf", "--learning-rate"),
+        ("--max-episode-steps 10000000000", "--max-episode-steps"),
+        ("--capture-video --eval-episodes 0", "--capture-video"),
         ("--gamma 1.5", "--gamma"),
         ("--num-steps 50 --num-minibatches 3", "--num-minibatches"),
         ("--num-envs 3 --learner-devices 0 1", "--num-envs"),
@@ -225,7 +259,7 @@ def test_evaluation_writes_a_gif_of_one_whole_game(tmp_path):
     args = Args(frame_size=42, eval_episodes=2, capture_video=True, max_episode_steps=60)
     network = script.ActorCritic("shallow", 6)
     params = network.init(jax.random.key(0), np.zeros((1, 4, 42, 42), np.uint8))
-    returns = script.evaluate(args, network.apply, params, tmp_path)
+    returns = script.evaluate(args, network.apply, params, jax.random.key(1), tmp_path)
     assert returns.shape == (2,) and (returns <= 0).all()
     with Image.open(tmp_path / "eval.gif") as gif:
         assert gif.n_frames > 20 and gif.size == (160, 210)

@@ -270,10 +270,14 @@ def test_kl_weight_adapts_and_target_is_a_copy():
     for kl, factor in [(0.09, 1.5), (0.05, 1.0), (0.03, 1.0), (0.01, 0.5)]:
         args = Args(kl_coef=2.0, kl_target=0.04)
         state = tiny_state(params, tiny_params(np.random.default_rng(9)), kl_coef=2.0)
-        state = script.update_target(state, jnp.float32(kl), args)
+        state = script.end_generation(state, jnp.float32(kl), args, update_target=True)
         np.testing.assert_allclose(state.kl_coef, 2.0 * factor)
         jax.tree.map(np.testing.assert_array_equal, state.target_params, params)
-        script.update_target(state, jnp.float32(kl), args)  # donates: shared memory would be an error here
+        state = script.end_generation(state, jnp.float32(kl), args, True)  # shared memory would be an error: donated
+    target = tiny_params(np.random.default_rng(9))
+    state = script.end_generation(tiny_state(params, target, kl_coef=2.0), jnp.float32(0.09), args, update_target=False)
+    np.testing.assert_allclose(state.kl_coef, 3.0)
+    jax.tree.map(np.testing.assert_array_equal, state.target_params, target)
 
 
 # --- the circular buffer ----------------------------------------------------------------------------------------------
@@ -292,7 +296,7 @@ def test_main_visits_swaps_and_caches_as_specified(monkeypatch, tmp_path, N, K, 
     """What `main` really does: K visits of each batch, round-robin; the target moves every period * N * K visits and at
     no other time; on a later visit the target's evaluation, recomputed, is still what the batch holds."""
     install(monkeypatch, script, MatchTheBit)
-    learn, update_target, events, swaps = script.learn, script.update_target, [], []
+    learn, end_generation, events, swaps = script.learn, script.end_generation, [], []
 
     def spy_learn(state, batch, rows, args):
         again = script.first_visit(state, batch.rollout, args)
@@ -302,15 +306,16 @@ def test_main_visits_swaps_and_caches_as_specified(monkeypatch, tmp_path, N, K, 
         events.extend([(fingerprint, target)] * len(rows))  # with one minibatch a visit is one SGD step
         return learn(state, batch, rows, args)
 
-    def spy_update(state, kl, args):
-        swaps.append(len(events))
+    def spy_end(state, kl, args, update_target):
+        swaps.extend([len(events)] * update_target)
         live = jax.tree.map(np.array, state.params)
-        state = update_target(state, kl, args)
-        jax.tree.map(np.testing.assert_array_equal, state.target_params, live)
+        state = end_generation(state, kl, args, update_target)
+        if update_target:
+            jax.tree.map(np.testing.assert_array_equal, state.target_params, live)
         return state
 
     monkeypatch.setattr(script, "learn", spy_learn)
-    monkeypatch.setattr(script, "update_target", spy_update)
+    monkeypatch.setattr(script, "end_generation", spy_end)
     generations = 2 * period + 1
     args = Args(frame_size=42, num_envs=2, num_steps=4, buffer_size=N, passes=K, target_period=period, eval_episodes=0,
                 total_timesteps=generations * N * 8, runs_dir=str(tmp_path), learning_rate=0.01)  # fmt: skip
@@ -325,6 +330,134 @@ def test_main_visits_swaps_and_caches_as_specified(monkeypatch, tmp_path, N, K, 
     assert swaps == [period * N * K * (i + 1) for i in range(generations // period)]
     for i in range(1, len(events)):
         assert (events[i][1] != events[i - 1][1]).any() == (i in swaps)
+
+
+def test_rows_are_dealt_evenly_and_each_exactly_once():
+    args = Args(num_steps=12, num_minibatches=3)
+    rows = script.deal_rows(np.random.default_rng(0), 4, 5, args)
+    assert rows.shape == (12, 5, 4)
+    for visit in rows.reshape(4, 3, 5, 4):
+        for env in range(5):
+            np.testing.assert_array_equal(np.sort(visit[:, env].ravel()), np.arange(12))
+    assert (rows[0] != rows[3]).any() and (rows[0, 0] != rows[0, 1]).any()  # shuffled anew, each environment by itself
+
+
+def trained(monkeypatch, live=False, rolled=False):
+    rng = np.random.default_rng(10)
+    live_params, target, worker = (tiny_params(rng, 0.3) for _ in range(3))
+    args = Args(num_envs=5, num_steps=8, num_minibatches=2, value_target="live" if live else "target", gae_lambda=0.9)
+    state, rollout = tiny_state(live_params, target), random_batch(rng, worker)
+    batch = script.first_visit(state, rollout, args)
+    rows = script.deal_rows(np.random.default_rng(1), 2, 5, args)
+    learn = script.sgd_steps_in_one_call if rolled else script.learn
+    state, metrics = learn(state, batch, rows, args)
+    return batch, jax.device_get((state.params, metrics)), (live_params, rollout, rows, args)
+
+
+def test_one_call_on_an_accelerator_equals_the_loop_on_a_cpu(monkeypatch):
+    (_, loop, _), (_, one_call, _) = trained(monkeypatch), trained(monkeypatch, rolled=True)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), loop, one_call)
+
+
+def test_the_live_critic_evaluates_where_it_is_asked_to(monkeypatch):
+    """The value loss of the first SGD step, with advantages recomputed by the slow loop from the live critic."""
+    _, (_, metrics), (params, rollout, rows, args) = trained(monkeypatch, live=True)
+    batch, (_, other), _ = trained(monkeypatch)
+    value = rollout.obs.reshape(5, 9, 6) / 255.0 @ np.array(params["value"])
+    errors = []
+    for b in range(5):
+        log_target = np.array(nn.log_softmax(batch.target_logits[b]))[np.arange(8), rollout.action[b]]
+        trace = (rollout.reward[b], rollout.discount[b], rollout.cut[b], log_target - rollout.logp[b])
+        _, goal = slow_v_gae(value[b], *trace, 0.9)
+        errors += [(value[b, t] - goal[t]) ** 2 / 2 for t in rows[0, b] if rollout.mask[b, t]]
+    np.testing.assert_allclose(metrics["losses/value_loss"][0], np.mean(errors), rtol=1e-5)
+    assert abs(other["losses/value_loss"][0] - np.mean(errors)) > 1e-3
+
+
+@pytest.mark.parametrize(
+    "network, frame, count",
+    [("shallow", 84, 677_943), ("shallow", 42, 674_871), ("nature", 84, 1_687_719), ("resnet", 84, 1_091_031)],
+)
+def test_networks_have_the_published_sizes(network, frame, count):
+    """By hand, for six actions: shallow at 84 is 8*8*4*16+16 + 4*4*16*32+32 + 2592*256+256 + 257*6 + 257."""
+    obs = np.zeros((2, 4, frame, frame), np.uint8)
+    net = ActorCritic(network, 6)
+    params = jax.eval_shape(net.init, jax.random.key(0), obs)
+    assert sum(np.prod(x.shape) for x in jax.tree.leaves(params)) == count
+    logits, value = jax.eval_shape(net.apply, params, obs)
+    assert logits.shape == (2, 6) and value.shape == (2,)
+
+
+# --- acting: a scripted game against what the rows must say -----------------------------------------------------------
+
+
+class Scripted:
+    """Two environments that play a list of (reward, lost a life, time limit, game over); resets on the next step."""
+
+    script = [
+        [(0, 0, 0, 0), (5, 0, 0, 0), (0, 1, 0, 0), (3, 0, 0, 0), (-2, 1, 0, 1), (1, 0, 0, 0), (1, 0, 0, 0)],
+        [(1, 0, 0, 0), (1, 0, 0, 0), (1, 0, 0, 0), (1, 0, 1, 0), (4, 0, 0, 0), (0, 0, 1, 1), (2, 0, 0, 0)],
+    ]
+
+    def __init__(self):
+        self.cursor, self.frame, self.ended = [0, 0], 0, [False, False]
+
+    def frames(self):
+        self.frame += 1
+        return np.full((2, 1, 2, 3), self.frame, np.uint8)
+
+    def reset(self):
+        return self.frames(), {}
+
+    def step(self, action):
+        rows = []
+        for i in (0, 1):
+            if self.ended[i]:
+                rows.append((0, 0, 0, 0))
+            else:
+                rows.append(self.script[i][self.cursor[i] % len(self.script[i])])
+                self.cursor[i] += 1
+            self.ended[i] = any(rows[-1][1:])
+        reward, life, limit, over = (np.array(column) for column in zip(*rows))
+        # Like EnvPool: a game that ends on its last allowed step says truncated, and info says that it is over.
+        terminated, truncated = ((life + over) > 0) & (limit == 0), limit > 0
+        info = {"reward": reward.astype(np.float32), "terminated": over.astype(np.int32)}
+        return self.frames(), np.sign(reward).astype(np.float32), terminated, truncated, info
+
+
+def test_actor_writes_the_rows_that_the_environments_played(monkeypatch):
+    monkeypatch.setattr(script, "make_env", lambda *_, **__: Scripted())
+    exchange = script.Exchange(1)
+    exchange.published = tiny_params(np.random.default_rng(0)), 17
+    actor = script.Actor(Args(num_envs=2, num_steps=4, gamma=0.9), tiny_apply, exchange, (0,), jax.random.key(0))
+    rollouts = [actor.rollout() for _ in range(3)]
+    rows = {f: np.concatenate([getattr(r[0], f) for r in rollouts], axis=1) for f in "reward discount cut mask".split()}
+    # Environment 0: life lost at row 2, dummy 3, game over at 5, dummy 6, life lost at 11. Environment 1: limit at 3,
+    # dummy 4 (a rollout's edge lies between), game over on the limit at 6, dummy 7.
+    np.testing.assert_array_equal(rows["reward"][0], [0, 1, 0, 0, 1, -1, 0, 1, 1, 0, 1, 0])
+    np.testing.assert_array_equal(rows["reward"][1], [1, 1, 1, 1, 0, 1, 0, 0, 1, 1, 1, 1])
+    np.testing.assert_array_equal(np.flatnonzero(~rows["mask"][0]), [3, 6])
+    np.testing.assert_array_equal(np.flatnonzero(~rows["mask"][1]), [4, 7])
+    np.testing.assert_array_equal(np.flatnonzero(rows["cut"][0]), [2, 5, 11])
+    np.testing.assert_array_equal(np.flatnonzero(rows["cut"][1]), [3, 6])
+    np.testing.assert_array_equal(np.flatnonzero(rows["discount"][0] == 0), [2, 5, 11])  # lives, a game over
+    np.testing.assert_array_equal(np.flatnonzero(rows["discount"][1] == 0), [6])  # not the limit; but dead on the limit
+    assert set(np.unique(rows["discount"])) == {np.float32(0), np.float32(0.9)}
+    games = [(r[2]["charts/episodic_return"], r[2]["charts/episodic_length"]) for r in rollouts]
+    assert games == [([4.0], [4]), ([6.0, 4.0], [5, 2]), ([], [])]  # unclipped, over lives, dummy rows not counted
+    obs = rollouts[1][0].obs
+    np.testing.assert_array_equal(obs[0, :, 0, 0, 0], [5, 6, 7, 8, 9])  # T+1, the first is the last of the one before
+    logits, _ = tiny_apply(exchange.published[0], obs[0, :4])
+    expected = script.log_prob(logits, jnp.array(rollouts[1][0].action[0]))
+    np.testing.assert_allclose(rollouts[1][0].logp[0], expected, **CLOSE)
+    assert rollouts[0][1] == 17
+
+
+def test_evaluation_counts_the_first_whole_game_of_each_environment_unclipped(monkeypatch, tmp_path):
+    monkeypatch.setattr(script, "make_env", lambda *_, **__: Scripted())
+    params = tiny_params(np.random.default_rng(0))
+    returns = script.evaluate(Args(eval_episodes=2), tiny_apply, params, jax.random.key(0), None)
+    np.testing.assert_array_equal(returns, [6.0, 4.0])
 
 
 # --- learning through main: environments with known values ------------------------------------------------------------
@@ -387,18 +520,12 @@ def test_learns_a_small_game_on_84_pixels(monkeypatch, tmp_path):
     assert result["eval_return"] > 0.6, result  # chance is about -0.6
 
 
-def test_without_a_target_network_lag_hurts(monkeypatch, tmp_path):
-    """Claim 7 of the paper at the smallest scale: the same forced lag of 15 rollouts and large steps. The unbounded
-    ablation pi / pi_worker leaves the data's neighbourhood; IMPACT's ratio keeps the update inside the trust region."""
-    final = {}
-    for ratio in ("impact", "worker"):
-        result = run(
-            monkeypatch, tmp_path, MatchTheBit, ratio=ratio, concurrency=False, queue_size=15, learning_rate=1e-2,
-            num_minibatches=8, passes=8, total_timesteps=128 * 48, norm_adv=False, eval_episodes=200,
-            max_grad_norm=100.0,
-        )  # fmt: skip
-        rows = csv.DictReader((result["run_dir"] / "metrics.csv").open())
-        kl = [float(row["value"]) for row in rows if row["metric"] == "losses/kl_target_live"]
-        final[ratio] = (result["eval_return"], np.mean(kl))
-    print(final)
-    assert final["impact"][1] < 0.5 * final["worker"][1], final
+@pytest.mark.parametrize("queue_size", [0, 3])
+def test_without_concurrency_the_lag_is_the_queue_size(monkeypatch, tmp_path, queue_size):
+    result = run(monkeypatch, tmp_path, RightAction, concurrency=False, queue_size=queue_size, total_timesteps=128 * 8,
+                 log_every=128, eval_episodes=0, learning_rate=2e-3)  # fmt: skip
+    rows = list(csv.DictReader((result["run_dir"] / "metrics.csv").open()))
+    lag = [float(row["value"]) for row in rows if row["metric"] == "charts/policy_lag"]
+    assert lag == [4 * min(i, queue_size) for i in range(8)]  # K = 2 visits of 2 minibatches are 4 SGD steps a batch
+    rate = [float(row["value"]) for row in rows if row["metric"] == "charts/learning_rate"]
+    np.testing.assert_allclose(rate, [2e-3 * (1 - i / 8) for i in range(1, 9)], atol=1e-8)  # annealed to 0
