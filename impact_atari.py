@@ -732,8 +732,8 @@ def main(args: Args) -> dict:
                 if bad:
                     good = run_dir / "checkpoint.msgpack" if run_dir else Path()
                     good = f"last good checkpoint: {good}" if good.is_file() else "no checkpoint was saved before"
-                    refuse(f"{bad[0]} is not finite at step {global_step}, so the run stopped without saving; {good}; a "
-                           "lower --learning-rate may help", code=1)  # fmt: skip
+                    refuse(f"{bad[0]} is not finite at step {global_step}, so the run stopped without saving; {good}; "
+                           "a lower --learning-rate may help", code=1)  # fmt: skip
                 speed = (global_step - logged_step) / (time.time() - logged_at)
                 logged_at, logged_step = time.time(), global_step
                 means |= {"charts/SPS": speed, "charts/learning_rate": float(rate(sgd_steps))}

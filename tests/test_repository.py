@@ -95,3 +95,10 @@ print(os.environ.get("XLA_FLAGS"))
         job = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
         assert job.returncode == 0, job.stderr
         assert job.stdout.count("ynn_fusion") == expected and "device_count=2" in job.stdout
+
+
+def test_readme_has_no_gaps_and_no_dead_links():
+    text = (ROOT / "README.md").read_text()
+    assert not re.search(r"(?m)^\{[A-Z]+\}$", text)
+    for target in re.findall(r"\]\(([^)#]+)\)", text):
+        assert target.startswith("https://") or (ROOT / target).exists(), target
