@@ -124,7 +124,7 @@ class Args:
 
     # --- system ---
     num_actors: int = 1  # actor threads of each process
-    queue_size: int = 0  # rollouts that may wait beside those in progress; with --no-concurrency exactly the policy lag
+    queue_size: int = 1  # rollouts that may wait beside those in progress; with --no-concurrency exactly the policy lag
     concurrency: bool = True  # act and learn at the same time, or by turns: then bit-identical between runs on a CPU
     actor_device: int = 0  # device of the actors' policy, an index into the process's devices (-1: the host's CPU)
     learner_devices: tuple[int, ...] = (0,)  # devices of the learner, indices into the process's devices

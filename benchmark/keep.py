@@ -42,7 +42,7 @@ def main(run_dir: str, variant: str, command: str = "", note: str = ""):
     facts = {"command": command, "commit": versions.pop("git_commit"), "seed": args["seed"], "note": note,
              "wall_seconds": float(rows[-1]["wall_seconds"]), "steps": int(rows[-1]["global_step"]),
              "machine": f"{versions['cpus']} CPU cores ({platform.machine()}), {versions['device']}",
-             "versions": versions, "args": args}  # fmt: skip
+             "versions": versions, "args": {k: v for k, v in args.items() if k != "runs_dir"}}  # fmt: skip
     target.with_suffix(".json").write_text(json.dumps(facts, indent=2) + "\n")
     print(target)
 
