@@ -309,11 +309,11 @@ def surrogate(ratio: jax.Array, advantage: jax.Array, clip_coef: float) -> jax.A
     return jnp.minimum(ratio * advantage, jnp.clip(ratio, 1 - clip_coef, 1 + clip_coef) * advantage)
 
 
-def impact_loss(params, apply_fn: Callable, batch: Batch, kl_coef: jax.Array, args: Args) -> tuple[jax.Array, dict]:
+def impact_loss(params, state: TrainState, batch: Batch, args: Args) -> tuple[jax.Array, dict]:
     """L = -E[surrogate] + c_v E[(V - G)^2] / 2 - c_e E[H(pi)] + k E[KL(pi_target || pi)], means over unmasked rows."""
     rollout, mask = batch.rollout, batch.rollout.mask
     B, T = mask.shape
-    logits, value = apply_fn(params, rollout.obs[:, :T].reshape(B * T, *rollout.obs.shape[2:]))
+    logits, value = state.apply_fn(params, rollout.obs[:, :T].reshape(B * T, *rollout.obs.shape[2:]))
     logits, value = logits.reshape(B, T, -1), value.reshape(B, T)
     chex.assert_equal_shape([logits, batch.target_logits])
 
@@ -332,7 +332,7 @@ def impact_loss(params, apply_fn: Callable, batch: Batch, kl_coef: jax.Array, ar
     log_pi, log_pi_target = nn.log_softmax(logits), nn.log_softmax(target_logits)
     entropy = masked_mean(-jnp.sum(jnp.exp(log_pi) * log_pi, axis=-1), mask)
     kl = masked_mean(jnp.sum(jnp.exp(log_pi_target) * (log_pi_target - log_pi), axis=-1), mask)
-    loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy + kl_coef * kl
+    loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy + state.kl_coef * kl
 
     def variance(x):
         return masked_mean((x - masked_mean(x, mask)) ** 2, mask)
@@ -371,6 +371,13 @@ def first_visit(state: TrainState, rollout: Rollout, args: Args) -> Batch:
     return make_batch(rollout, logits[:, :-1], value, args)
 
 
+@partial(jax.jit, static_argnames="args")
+def with_live_critic(state: TrainState, batch: Batch, args: Args) -> Batch:
+    """--value-target live: before each visit the live critic computes advantages and value targets anew."""
+    _, value = forward(state.apply_fn, state.params, batch.rollout.obs)
+    return make_batch(batch.rollout, batch.target_logits, value, args)
+
+
 def deal_rows(rng: np.random.Generator, visits: int, num_envs: int, args: Args) -> np.ndarray:
     """Which rows go into which SGD step: `[visits * num_minibatches, num_envs, num_steps / num_minibatches]`.
 
@@ -381,30 +388,31 @@ def deal_rows(rng: np.random.Generator, visits: int, num_envs: int, args: Args) 
     return rows.reshape(visits * args.num_minibatches, num_envs, -1)
 
 
-@partial(jax.jit, static_argnames="args", donate_argnames="state")
-def sgd_step(state: TrainState, batch: Batch, rows: jax.Array, args: Args) -> tuple[TrainState, dict]:
-    """One SGD step on the given rows `[B, T / num_minibatches]` of a batch."""
-    if args.value_target == "live":
-        _, value = forward(state.apply_fn, state.params, batch.rollout.obs)
-        batch = make_batch(batch.rollout, batch.target_logits, value, args)
-    minibatch = jax.tree.map(lambda x: jax.vmap(lambda one_env, i: one_env[i])(x, rows), batch)
-    grad_fn = jax.value_and_grad(impact_loss, has_aux=True)
-    (_, metrics), grads = grad_fn(state.params, state.apply_fn, minibatch, state.kl_coef, args)
+@jax.jit
+def take_rows(batch, rows: jax.Array):
+    """The minibatch of rows `[B, n]` of a batch whose arrays are `[B, T(+1), ...]`."""
+    return jax.tree.map(lambda x: jax.vmap(lambda one_env, i: one_env[i])(x, rows), batch)
+
+
+@partial(jax.jit, static_argnames=("loss_fn", "args"), donate_argnames="state")
+def sgd_step(state, batch, loss_fn: Callable, args: Args) -> tuple[Any, dict]:
+    """One SGD step on all rows of a batch. If it is sharded over devices, XLA sums their gradients."""
+    (_, metrics), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params, state, batch, args)
     return state.apply_gradients(grads=grads), metrics | {"losses/grad_norm": optax.tree.norm(grads)}
 
 
-@partial(jax.jit, static_argnames="args", donate_argnames="state")
-def sgd_steps_in_one_call(state: TrainState, batch: Batch, rows: jax.Array, args: Args) -> tuple[TrainState, dict]:
-    return jax.lax.scan(lambda state, rows: sgd_step(state, batch, rows, args), state, rows)
+@partial(jax.jit, static_argnames=("loss_fn", "args"), donate_argnames="state")
+def sgd_steps_in_one_call(state, batch, rows: jax.Array, loss_fn: Callable, args: Args) -> tuple[Any, dict]:
+    return jax.lax.scan(lambda state, rows: sgd_step(state, take_rows(batch, rows), loss_fn, args), state, rows)
 
 
-def learn(state: TrainState, batch: Batch, rows: np.ndarray, args: Args) -> tuple[TrainState, dict]:
+def learn(state, batch, rows: np.ndarray, loss_fn: Callable, args: Args) -> tuple[Any, dict]:
     """SGD steps on a batch, one for each `rows[i]`; returns the metrics of every step."""
     if jax.default_backend() != "cpu":
-        return sgd_steps_in_one_call(state, batch, rows, args)
+        return sgd_steps_in_one_call(state, batch, rows, loss_fn, args)
     metrics = []  # on a CPU XLA's gradient of a convolution is dozens of times slower inside a loop of its own
     for i in range(len(rows)):
-        state, step_metrics = sgd_step(state, batch, rows[i], args)
+        state, step_metrics = sgd_step(state, take_rows(batch, rows[i]), loss_fn, args)
         metrics.append(step_metrics)
     return state, jax.tree.map(lambda *x: jnp.stack(x), *metrics)
 
@@ -429,6 +437,37 @@ def policy_step(apply_fn: Callable, params, obs: jax.Array, key: jax.Array, step
     return action, log_prob(logits, action)
 
 
+class Worker:
+    """A vector of environments, and what it carries from one rollout to the next."""
+
+    def __init__(self, args: Args, apply_fn: Callable, entropy: tuple[int, ...], key: jax.Array):
+        self.args, self.apply_fn, self.key, self.steps = args, apply_fn, key, 0
+        self.env = make_env(args, args.num_envs, entropy)
+        self.obs, _ = self.env.reset()
+        self.ended = np.zeros(args.num_envs, bool)  # the last row ended an episode, so the next one is a dummy
+        self.game_return, self.game_length = np.zeros(args.num_envs), np.zeros(args.num_envs, int)
+
+    def rollout(self, params) -> tuple[Rollout, dict[str, list[float]]]:
+        """T steps with these parameters: arrays that nobody writes again, and metrics."""
+        rows, metrics, inference, start = [], defaultdict(list), 0.0, time.time()
+        for _ in range(self.args.num_steps):
+            asked = time.time()
+            action, logp = jax.device_get(policy_step(self.apply_fn, params, self.obs, self.key, self.steps))  # sync
+            inference += time.time() - asked
+            obs, reward, terminated, truncated, game_over, game_reward = step_env(self.env, action)
+            discount = np.where(terminated, 0.0, self.args.gamma).astype(np.float32)
+            rows.append((self.obs, action, logp, reward, discount, terminated | truncated, ~self.ended))
+            self.game_return += game_reward
+            self.game_length += ~self.ended
+            metrics["charts/episodic_return"] += self.game_return[game_over].tolist()
+            metrics["charts/episodic_length"] += self.game_length[game_over].tolist()
+            self.game_return[game_over], self.game_length[game_over] = 0, 0
+            self.obs, self.ended, self.steps = obs, terminated | truncated, self.steps + 1
+        obs, *columns = zip(*rows)
+        rollout = Rollout(np.stack([*obs, self.obs], 1), *(np.stack(column, 1) for column in columns))
+        return rollout, metrics | {"time/actor_rollout": [time.time() - start], "time/actor_inference": [inference]}
+
+
 class Exchange:
     """What actor threads and learner share: a bounded queue, the newest parameters, and a way to stop each other.
 
@@ -447,59 +486,31 @@ class Exchange:
         copy = jax.tree.map(lambda x: jnp.copy(x.addressable_data(0)), params)
         self.published = jax.block_until_ready(jax.device_put(copy, device)), sgd_steps  # syncs, or actors would wait
 
-    def take(self):
-        """The oldest waiting rollout; raises what an actor thread died of."""
+    def act(self, worker: Worker):
+        """One rollout with the newest parameters, into the queue."""
+        params, sgd_steps = self.published
+        self.rollouts.put((*worker.rollout(params), sgd_steps))
+
+    def take(self) -> tuple[Rollout, dict[str, list[float]], int]:
+        """The oldest waiting rollout, its metrics, its parameters' SGD steps; raises what an actor thread died of."""
         while self.error is None:
             try:
-                rollout = self.rollouts.get(timeout=0.2)
+                waiting = self.rollouts.get(timeout=0.2)
                 self.room.release()
-                return rollout
+                return waiting
             except queue.Empty:
                 continue
         raise self.error
 
 
-class Actor(threading.Thread):
-    """A vector of environments, and what it carries from one rollout to the next."""
-
-    def __init__(self, args: Args, apply_fn: Callable, exchange: Exchange, entropy: tuple[int, ...], key: jax.Array):
-        super().__init__(daemon=True)
-        self.args, self.apply_fn, self.exchange, self.key, self.steps = args, apply_fn, exchange, key, 0
-        self.env = make_env(args, args.num_envs, entropy)
-        self.obs, _ = self.env.reset()
-        self.ended = np.zeros(args.num_envs, bool)  # the last row ended an episode, so the next one is a dummy
-        self.game_return, self.game_length = np.zeros(args.num_envs), np.zeros(args.num_envs, int)
-
-    def rollout(self) -> tuple[Rollout, int, dict[str, list[float]]]:
-        """T steps with the newest parameters: arrays that nobody writes again, the parameters' SGD steps, metrics."""
-        params, sgd_steps = self.exchange.published
-        rows, metrics, inference, start = [], defaultdict(list), 0.0, time.time()
-        for _ in range(self.args.num_steps):
-            asked = time.time()
-            action, logp = jax.device_get(policy_step(self.apply_fn, params, self.obs, self.key, self.steps))  # sync
-            inference += time.time() - asked
-            obs, reward, terminated, truncated, game_over, game_reward = step_env(self.env, action)
-            discount = np.where(terminated, 0.0, self.args.gamma).astype(np.float32)
-            rows.append((self.obs, action, logp, reward, discount, terminated | truncated, ~self.ended))
-            self.game_return += game_reward
-            self.game_length += ~self.ended
-            metrics["charts/episodic_return"] += self.game_return[game_over].tolist()
-            metrics["charts/episodic_length"] += self.game_length[game_over].tolist()
-            self.game_return[game_over], self.game_length[game_over] = 0, 0
-            self.obs, self.ended, self.steps = obs, terminated | truncated, self.steps + 1
-        obs, *columns = zip(*rows)
-        rollout = Rollout(np.stack([*obs, self.obs], 1), *(np.stack(column, 1) for column in columns))
-        metrics |= {"time/actor_rollout": [time.time() - start], "time/actor_inference": [inference]}
-        return rollout, sgd_steps, metrics
-
-    def run(self):
-        """The thread's body. What goes wrong in it reaches the learner through the exchange."""
-        try:
-            while not self.exchange.stop.is_set():
-                if self.exchange.room.acquire(timeout=0.2):
-                    self.exchange.rollouts.put(self.rollout())
-        except BaseException as error:
-            self.exchange.error = error
+def actor_thread(worker: Worker, exchange: Exchange):
+    """Acts until told to stop. What goes wrong here reaches the learner through the exchange."""
+    try:
+        while not exchange.stop.is_set():
+            if exchange.room.acquire(timeout=0.2):
+                exchange.act(worker)
+    except BaseException as error:
+        exchange.error = error
 
 
 # --- logging, saving, evaluation --------------------------------------------------------------------------------------
@@ -605,7 +616,7 @@ def evaluate(args: Args, apply_fn: Callable, params, key: jax.Array, run_dir: Pa
 # --- main -------------------------------------------------------------------------------------------------------------
 def main(args: Args) -> dict:
     """Trains, evaluates, saves. Returns final_return (mean of the last 20 games), eval_return, global_step, run_dir."""
-    progress, checkpoint = {"generation": 0, "wall_seconds": 0.0}, None
+    progress, checkpoint = {"global_step": 0, "wall_seconds": 0.0}, None
     if args.resume:
         args, checkpoint = load_checkpoint(args)
         progress = checkpoint["progress"]
@@ -649,16 +660,17 @@ def main(args: Args) -> dict:
         state = flax.serialization.from_state_dict(state, checkpoint["state"])
     # By way of numpy copies: live and target parameters begin equal, but must not share memory.
     state = jax.device_put(jax.tree.map(np.array, state), replicated)
-    generation, sgd_steps = progress["generation"], int(state.step)
-    global_step = generation * generation_steps
+    global_step, sgd_steps = progress["global_step"], int(state.step)
+    generation = global_step // generation_steps
 
     # --- actors; a resumed run plays new games, since the generation is part of their seeds ---
-    exchange, actors = Exchange(args.num_actors + args.queue_size), []
+    exchange, workers = Exchange(args.num_actors + args.queue_size), []
     exchange.publish(state.params, sgd_steps, actor_device)
     for i in range(args.num_actors):
         entropy = (args.seed, jax.process_index(), i, generation)
         key = jax.random.fold_in(actor_key, np.random.SeedSequence(entropy).generate_state(1)[0])
-        actors.append(Actor(args, network.apply, exchange, entropy, key))
+        workers.append(Worker(args, network.apply, entropy, key))
+    threads = [threading.Thread(target=actor_thread, args=(worker, exchange), daemon=True) for worker in workers]
 
     # --- run folder and log; only process 0 writes ---
     run_dir = logger = None
@@ -679,9 +691,9 @@ def main(args: Args) -> dict:
         """From the queue to the learner's devices; without concurrency the actors act first, by turns."""
         start = time.time()
         while not args.concurrency and exchange.rollouts.qsize() <= args.queue_size:
-            actors.append(actors.pop(0))
-            exchange.rollouts.put(actors[-1].rollout())
-        rollout, behaviour_sgd_steps, metrics = exchange.take()
+            workers.append(workers.pop(0))
+            exchange.act(workers[-1])
+        rollout, metrics, behaviour_sgd_steps = exchange.take()
         last_returns.extend(metrics["charts/episodic_return"])
         metrics["charts/policy_lag"].append(sgd_steps - behaviour_sgd_steps)
         metrics["time/learner_queue_get"].append(time.time() - start)
@@ -700,16 +712,20 @@ def main(args: Args) -> dict:
 
     in_main = threading.current_thread() is threading.main_thread()
     old_handlers = {s: signal.signal(s, interrupt) for s in (signal.SIGINT, signal.SIGTERM)} if in_main else {}
-    visits = args.passes if args.buffer_size == 1 else 1  # a single slot's K visits follow one another: one jitted call
+    # A single slot's K visits follow one another: one call of the learner, if nothing changes between them.
+    visits = args.passes if args.buffer_size == 1 and args.value_target == "target" else 1
     logged_at, logged_step = time.time(), global_step
     try:
-        for actor in actors if args.concurrency else ():
-            actor.start()
+        for thread in threads if args.concurrency else ():
+            thread.start()
         while generation < num_generations and not stop:
             for batch in traverse(take_oldest, args.buffer_size, args.passes // visits):
                 start = time.time()
                 rng = np.random.default_rng((args.seed, sgd_steps))  # so a resumed run goes on with the same stream
-                state, metrics = learn(state, batch, deal_rows(rng, visits, len(batch.rollout.action), args), args)
+                if args.value_target == "live":
+                    batch = with_live_critic(state, batch, args)
+                rows = deal_rows(rng, visits, len(batch.rollout.action), args)
+                state, metrics = learn(state, batch, rows, impact_loss, args)
                 sgd_steps += visits * args.num_minibatches
                 exchange.publish(state.params, sgd_steps, actor_device)
                 last_kls.append(metrics["losses/kl_target_live"][-args.num_minibatches :].mean())
@@ -747,7 +763,7 @@ def main(args: Args) -> dict:
                           f"{means['charts/policy_lag']:3.0f}   value loss {means['losses/value_loss']:7.4f}   entropy "
                           f"{means['losses/entropy']:5.3f}   {left:4.0f} min left", flush=True)  # fmt: skip
             if save_now and logger:
-                progress |= {"generation": generation, "wall_seconds": time.time() - logger.started}
+                progress |= {"global_step": global_step, "wall_seconds": time.time() - logger.started}
                 save_checkpoint(run_dir, state, progress)
     except BaseException:
         if args.distributed:  # an orderly exit would wait minutes for the other processes
@@ -758,9 +774,9 @@ def main(args: Args) -> dict:
         exchange.stop.set()
         for s, handler in old_handlers.items():
             signal.signal(s, handler)
-        for actor in actors if args.concurrency else ():
-            if actor.is_alive():
-                actor.join(timeout=5)
+        for thread in threads:
+            if thread.is_alive():
+                thread.join(timeout=5)
 
     # --- evaluate and save ---
     result = {"final_return": float(np.mean(last_returns)) if last_returns else None, "eval_return": None}

@@ -58,16 +58,17 @@ def main(bench: Benchmark):
     state = jax.device_put(jax.tree.map(np.array, state))
     device, exchange, rng = jax.local_devices()[0], script.Exchange(1), np.random.default_rng(0)
     exchange.publish(state.params, 0, device)
-    actor = script.Actor(args, network.apply, exchange, (0,), jax.random.key(1))
-    rollout = jax.device_put(actor.rollout()[0])
+    worker = script.Worker(args, network.apply, (0,), jax.random.key(1))
+    rollout = jax.device_put(worker.rollout(exchange.published[0])[0])
 
     def act():
-        actor.rollout()
+        worker.rollout(exchange.published[0])
 
     def learn():
         nonlocal state
         batch = script.first_visit(state, rollout, args)
-        state, _ = script.learn(state, batch, script.deal_rows(rng, args.passes, args.num_envs, args), args)
+        rows = script.deal_rows(rng, args.passes, args.num_envs, args)
+        state, _ = script.learn(state, batch, rows, script.impact_loss, args)
         exchange.publish(state.params, 0, device)
 
     def both() -> float:

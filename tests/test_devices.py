@@ -43,7 +43,7 @@ def update(devices, envs=slice(None)) -> dict[str, np.ndarray]:
     rollout = jax.tree.map(lambda x: jax.make_array_from_process_local_data(by_env, x[envs]), rollout)
     batch = script.first_visit(state, rollout, ARGS)
     rows = script.deal_rows(np.random.default_rng(1), 2, B, ARGS)
-    state, _ = script.learn(state, batch, rows, ARGS)
+    state, _ = script.learn(state, batch, rows, script.impact_loss, ARGS)
     state = script.end_generation(state, jax.numpy.float32(0.1), ARGS, update_target=True)
     leaves = jax.tree_util.tree_leaves_with_path(state.params)
     return {jax.tree_util.keystr(path): np.asarray(leaf.addressable_data(0)) for path, leaf in leaves}
@@ -104,10 +104,10 @@ def test_main_on_two_devices_trains_what_it_trains_on_one(monkeypatch, tmp_path)
     learn, params = script.learn, {}
     for devices in ((0,), (0, 1)):
 
-        def spy(state, batch, rows, args, devices=devices):
+        def spy(state, batch, rows, loss_fn, args, devices=devices):
             assert len(batch.rollout.obs.sharding.device_set) == len(devices)
             assert batch.rollout.obs.addressable_shards[0].data.shape[0] == 4 // len(devices)
-            return learn(state, batch, rows, args)
+            return learn(state, batch, rows, loss_fn, args)
 
         monkeypatch.setattr(script, "learn", spy)
         args = Args(frame_size=42, num_envs=4, num_steps=8, num_minibatches=2, total_timesteps=128, eval_episodes=0,
@@ -135,8 +135,9 @@ def test_no_frame_leaves_its_device():
     evaluate = script.first_visit.lower(state, Rollout(**zeros), ARGS).compile()
     batch = script.first_visit(state, Rollout(**zeros), ARGS)
     rows = script.deal_rows(np.random.default_rng(0), 1, 8, ARGS)
-    step = script.sgd_step.lower(state, batch, rows[0], ARGS).compile()
-    for compiled in (evaluate, step):
+    choose = script.take_rows.lower(batch, rows[0]).compile()
+    step = script.sgd_step.lower(state, script.take_rows(batch, rows[0]), script.impact_loss, ARGS).compile()
+    for compiled in (evaluate, choose, step):
         moved = [line for line in compiled.as_text().splitlines() if re.search(r"= u8.* (all-|collective)", line)]
         assert not moved, moved
     assert "all-reduce" in step.as_text()

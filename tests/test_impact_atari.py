@@ -1,48 +1,19 @@
 """IMPACT: the mathematics against slow loops and rlax, the circular buffer, the masks, and learning through `main`."""
 
-import csv
-import json
 from dataclasses import replace
 from functools import partial
 
-import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from micro_envs import Catch, ConstantReward, DelayedReward, MatchTheBit, ObservedReward, RightAction, install
+from micro_envs import MatchTheBit, install
+from traces import CLOSE, dirty, log_softmax, random_columns, random_trace, slow_v_gae, tiny_apply, tiny_params
 
 import impact_atari as script
 from impact_atari import ActorCritic, Args, Rollout, TrainState, impact_loss, log_ratio, surrogate, traverse, v_gae
-
-CLOSE = dict(rtol=1e-5, atol=1e-5)
-GAMMA = 0.9
-
-
-def slow_v_gae(value, reward, discount, cut, log_w, lambda_):
-    """The definition, as a double loop: A_t = sum_k (prod of what lies between) delta_{t+k}, up to the cut."""
-    w = np.minimum(1.0, np.exp(log_w))
-    delta = [w[t] * (reward[t] + discount[t] * value[t + 1] - value[t]) for t in range(len(reward))]
-    advantage = []
-    for t in range(len(reward)):
-        total, weight = 0.0, 1.0
-        for k in range(t, len(reward)):
-            total += weight * delta[k]
-            if cut[k]:
-                break
-            weight *= discount[k] * lambda_ * w[k]
-        advantage.append(total)
-    return np.array(advantage), np.array(advantage) + value[:-1]
-
-
-def random_trace(rng, T=12, end_probability=0.2):
-    """A trace with terminations, truncations, two ends in a row and ends on its edge, by chance."""
-    terminated, truncated = rng.random(T) < end_probability, rng.random(T) < end_probability
-    discount = np.where(terminated, 0.0, GAMMA)
-    value, reward, log_w = rng.normal(size=T + 1), rng.normal(size=T), 1.5 * rng.normal(size=T)
-    return value, reward, discount, terminated | truncated, log_w
 
 
 @pytest.mark.parametrize("lambda_", [0.0, 0.8, 1.0])
@@ -113,31 +84,11 @@ def test_surrogate():
     np.testing.assert_allclose(-surrogate(ratio, advantage, 0.3).mean(), theirs, **CLOSE)
 
 
-# --- the loss: a policy of numpy's size, whose "frames" are six numbers -----------------------------------------------
+# --- the loss ---------------------------------------------------------------------------------------------------------
 
 
-def tiny_apply(params, obs):
-    """A linear policy and critic on the first pixels of a frame."""
-    x = obs.reshape(obs.shape[0], -1)[:, :6].astype(jnp.float32) / 255.0
-    return x @ params["policy"], x @ params["value"]
-
-
-def tiny_params(rng, scale=2.0):
-    params = {"policy": scale * rng.normal(size=(6, 4)), "value": rng.normal(size=6)}
-    return jax.tree.map(lambda x: jnp.array(x, jnp.float32), params)
-
-
-def random_batch(rng, worker, B=5, T=8, mask_probability=0.2) -> Rollout:
-    obs = rng.integers(0, 256, (B, T + 1, 1, 2, 3), dtype=np.uint8)
-    action = rng.integers(0, 4, (B, T))
-    logits, _ = tiny_apply(worker, obs[:, :-1].reshape(B * T, 1, 2, 3))
-    logp = np.take_along_axis(np.array(nn.log_softmax(logits)).reshape(B, T, 4), action[..., None], -1)[..., 0]
-    cut = rng.random((B, T)) < mask_probability
-    mask = np.concatenate([np.ones((B, 1), bool), ~cut[:, :-1]], axis=1)
-    cut &= mask  # an end is never on a dummy row
-    mask[:, 1:] = ~cut[:, :-1]
-    discount = np.where(cut & (rng.random((B, T)) < 0.5), 0.0, GAMMA).astype(np.float32)
-    return Rollout(obs, action, logp, rng.normal(size=(B, T)).astype(np.float32), discount, cut, mask)
+def random_batch(rng, worker, **shape) -> Rollout:
+    return Rollout(**random_columns(rng, worker, **shape))
 
 
 def tiny_state(params, target, kl_coef=0.0):
@@ -156,11 +107,10 @@ def test_loss_equals_numpy(ratio, norm_adv):
     args = Args(ratio=ratio, norm_adv=norm_adv, kl_coef=0.7, gae_lambda=0.9)
     rollout = random_batch(rng, worker)
     batch = script.first_visit(tiny_state(live, target), rollout, args)
-    loss, metrics = impact_loss(live, tiny_apply, batch, jnp.float32(0.7), args)
+    loss, metrics = impact_loss(live, tiny_state(live, target, 0.7), batch, args)
 
     B, T = rollout.mask.shape
     x = rollout.obs.reshape(B, T + 1, 6) / 255.0
-    log_softmax = lambda z: z - np.log(np.exp(z).sum(-1, keepdims=True))  # noqa: E731
     log_live, log_target = log_softmax(x @ np.array(live["policy"])), log_softmax(x @ np.array(target["policy"]))
     rows = []
     for b in range(B):
@@ -195,7 +145,7 @@ def test_zero_lag_impact_is_ppo():
     args = Args(gae_lambda=0.95, clip_coef=0.2, vf_coef=0.5)
     rollout = random_batch(rng, params)
     batch = script.first_visit(tiny_state(params, params), rollout, args)
-    impact = jax.value_and_grad(lambda p: impact_loss(p, tiny_apply, batch, jnp.float32(0), args)[0])
+    impact = jax.value_and_grad(lambda p: impact_loss(p, tiny_state(params, params), batch, args)[0])
 
     B, T = rollout.mask.shape
     advantage, last = np.zeros((B, T)), np.zeros(B)
@@ -229,32 +179,24 @@ def test_masked_rows_have_no_influence():
     rng = np.random.default_rng(6)
     live, target, worker = (tiny_params(rng) for _ in range(3))
     args = Args(norm_adv=True, kl_coef=1.0)
-    clean = random_batch(rng, worker, B=8, T=20)
-    clean = replace(clean, discount=np.where(clean.cut, 0.0, clean.discount))  # terminations: no row needs the frame
-    dummy = ~clean.mask
-    assert dummy.sum() > 10
-    obs = clean.obs.copy()
-    obs[:, :-1][dummy] = rng.integers(0, 256, obs[:, :-1][dummy].shape)
-    noise = rng.integers(0, 4, dummy.shape)
-    dirty = replace(
-        clean, obs=obs, action=np.where(dummy, noise, clean.action), logp=np.where(dummy, np.nan, clean.logp),
-        reward=np.where(dummy, np.nan, clean.reward), discount=np.where(dummy, np.nan, clean.discount),
-    )  # fmt: skip
+    clean = random_columns(rng, worker, B=8, T=20)
+    clean["discount"] = np.where(clean["cut"], 0.0, clean["discount"])  # terminations: no row needs the dummy's frame
 
     def loss_and_grad(rollout):
         batch = script.first_visit(tiny_state(live, target), rollout, args)
         grad_fn = jax.value_and_grad(impact_loss, has_aux=True)
-        (loss, metrics), grads = grad_fn(live, tiny_apply, batch, jnp.float32(1), args)
+        (loss, metrics), grads = grad_fn(live, tiny_state(live, target, 1.0), batch, args)
         return loss, metrics, grads
 
-    jax.tree.map(np.testing.assert_array_equal, loss_and_grad(clean), loss_and_grad(dirty))
+    filthy = Rollout(**dirty(rng, clean))
+    jax.tree.map(np.testing.assert_array_equal, loss_and_grad(Rollout(**clean)), loss_and_grad(filthy))
 
 
 def test_a_truncation_bootstraps_from_the_dummy_rows_frame():
     """The dummy row is out of every loss, but its observation is the true last one of the truncated episode."""
     rng = np.random.default_rng(7)
     params = tiny_params(rng)
-    rollout = random_batch(rng, params, B=1, T=3, mask_probability=0.0)
+    rollout = random_batch(rng, params, B=1, T=3, end_probability=0.0)
     rollout.cut[0, 0], rollout.mask[0, 1] = True, False
     changed = replace(rollout, obs=rollout.obs.copy())
     changed.obs[0, 1] = 255 - changed.obs[0, 1]
@@ -298,13 +240,13 @@ def test_main_visits_swaps_and_caches_as_specified(monkeypatch, tmp_path, N, K, 
     install(monkeypatch, script, MatchTheBit)
     learn, end_generation, events, swaps = script.learn, script.end_generation, [], []
 
-    def spy_learn(state, batch, rows, args):
+    def spy_learn(state, batch, rows, loss_fn, args):
         again = script.first_visit(state, batch.rollout, args)
         jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), again, batch)
         target = np.concatenate([np.ravel(x) for x in jax.tree.leaves(state.target_params)])
         fingerprint = int(np.array(batch.rollout.logp).view(np.uint32).sum())
         events.extend([(fingerprint, target)] * len(rows))  # with one minibatch a visit is one SGD step
-        return learn(state, batch, rows, args)
+        return learn(state, batch, rows, loss_fn, args)
 
     def spy_end(state, kl, args, update_target):
         swaps.extend([len(events)] * update_target)
@@ -350,7 +292,9 @@ def trained(monkeypatch, live=False, rolled=False):
     batch = script.first_visit(state, rollout, args)
     rows = script.deal_rows(np.random.default_rng(1), 2, 5, args)
     learn = script.sgd_steps_in_one_call if rolled else script.learn
-    state, metrics = learn(state, batch, rows, args)
+    if live:
+        batch = script.with_live_critic(state, batch, args)
+    state, metrics = learn(state, batch, rows, impact_loss, args)
     return batch, jax.device_get((state.params, metrics)), (live_params, rollout, rows, args)
 
 
@@ -427,10 +371,9 @@ class Scripted:
 
 def test_actor_writes_the_rows_that_the_environments_played(monkeypatch):
     monkeypatch.setattr(script, "make_env", lambda *_, **__: Scripted())
-    exchange = script.Exchange(1)
-    exchange.published = tiny_params(np.random.default_rng(0)), 17
-    actor = script.Actor(Args(num_envs=2, num_steps=4, gamma=0.9), tiny_apply, exchange, (0,), jax.random.key(0))
-    rollouts = [actor.rollout() for _ in range(3)]
+    params = tiny_params(np.random.default_rng(0))
+    worker = script.Worker(Args(num_envs=2, num_steps=4, gamma=0.9), tiny_apply, (0,), jax.random.key(0))
+    rollouts = [worker.rollout(params) for _ in range(3)]
     rows = {f: np.concatenate([getattr(r[0], f) for r in rollouts], axis=1) for f in "reward discount cut mask".split()}
     # Environment 0: life lost at row 2, dummy 3, game over at 5, dummy 6, life lost at 11. Environment 1: limit at 3,
     # dummy 4 (a rollout's edge lies between), game over on the limit at 6, dummy 7.
@@ -443,14 +386,13 @@ def test_actor_writes_the_rows_that_the_environments_played(monkeypatch):
     np.testing.assert_array_equal(np.flatnonzero(rows["discount"][0] == 0), [2, 5, 11])  # lives, a game over
     np.testing.assert_array_equal(np.flatnonzero(rows["discount"][1] == 0), [6])  # not the limit; but dead on the limit
     assert set(np.unique(rows["discount"])) == {np.float32(0), np.float32(0.9)}
-    games = [(r[2]["charts/episodic_return"], r[2]["charts/episodic_length"]) for r in rollouts]
+    games = [(r[1]["charts/episodic_return"], r[1]["charts/episodic_length"]) for r in rollouts]
     assert games == [([4.0], [4]), ([6.0, 4.0], [5, 2]), ([], [])]  # unclipped, over lives, dummy rows not counted
     obs = rollouts[1][0].obs
     np.testing.assert_array_equal(obs[0, :, 0, 0, 0], [5, 6, 7, 8, 9])  # T+1, the first is the last of the one before
-    logits, _ = tiny_apply(exchange.published[0], obs[0, :4])
+    logits, _ = tiny_apply(params, obs[0, :4])
     expected = script.log_prob(logits, jnp.array(rollouts[1][0].action[0]))
     np.testing.assert_allclose(rollouts[1][0].logp[0], expected, **CLOSE)
-    assert rollouts[0][1] == 17
 
 
 def test_evaluation_counts_the_first_whole_game_of_each_environment_unclipped(monkeypatch, tmp_path):
@@ -458,74 +400,3 @@ def test_evaluation_counts_the_first_whole_game_of_each_environment_unclipped(mo
     params = tiny_params(np.random.default_rng(0))
     returns = script.evaluate(Args(eval_episodes=2), tiny_apply, params, jax.random.key(0), None)
     np.testing.assert_array_equal(returns, [6.0, 4.0])
-
-
-# --- learning through main: environments with known values ------------------------------------------------------------
-
-
-def run(monkeypatch, tmp_path, env, **settings):
-    install(monkeypatch, script, env)
-    defaults = dict(
-        frame_size=42, num_envs=8, num_steps=16, num_minibatches=2, gamma=GAMMA, gae_lambda=0.95, learning_rate=2e-3,
-        total_timesteps=128 * 60, eval_episodes=20, runs_dir=str(tmp_path), norm_adv=True, max_grad_norm=1.0,
-    )  # fmt: skip
-    return script.main(Args(**defaults | settings))
-
-
-def values(result, env):
-    """The saved critic on the environment's own observations: list of (time, bit, value)."""
-    model = flax.serialization.msgpack_restore((result["run_dir"] / "model.msgpack").read_bytes())
-    args = json.loads(model["args"])
-    game = env(16, args["frame_size"], seed=0)
-    obs, _ = game.reset()
-    network, out = ActorCritic(args["network"], game.num_actions), []
-    for _ in range(game.length):
-        value = network.apply(model["params"], obs)[1]
-        out += list(zip(game.time.tolist(), game.bit.tolist(), np.array(value).tolist()))
-        obs = game.step(np.zeros(16, int))[0]
-    return out
-
-
-def test_learns_a_constant_reward_across_truncations(monkeypatch, tmp_path):
-    """Reward 1 for ever, cut by a time limit: V = 1 / (1 - 0.9) = 10. Taken for deaths, the cuts would give below 5."""
-    result = run(monkeypatch, tmp_path, ConstantReward, total_timesteps=128 * 150, learning_rate=4e-3, vf_coef=1.0)
-    learned = np.mean([v for _, _, v in values(result, ConstantReward)])
-    assert 8.5 < learned < 11.5, learned
-
-
-def test_learns_a_reward_that_depends_on_the_observation(monkeypatch, tmp_path):
-    learned = values(run(monkeypatch, tmp_path, ObservedReward), ObservedReward)
-    assert all(abs(v - (2 * bit - 1)) < 0.3 for _, bit, v in learned), learned
-
-
-def test_learns_a_delayed_reward(monkeypatch, tmp_path):
-    learned = values(run(monkeypatch, tmp_path, DelayedReward), DelayedReward)
-    assert all(abs(v - GAMMA ** (2 - t)) < 0.25 for t, _, v in learned), learned
-
-
-@pytest.mark.parametrize(
-    "settings", [{}, {"buffer_size": 4, "passes": 3, "num_actors": 2}, {"value_target": "live", "kl_coef": 0.5}]
-)
-def test_learns_the_right_action(monkeypatch, tmp_path, settings):
-    assert run(monkeypatch, tmp_path, RightAction, **settings)["eval_return"] >= 0.9
-
-
-def test_learns_an_action_that_depends_on_the_observation(monkeypatch, tmp_path):
-    result = run(monkeypatch, tmp_path, MatchTheBit, total_timesteps=128 * 120)
-    assert result["eval_return"] > 2.6 and result["final_return"] > 2.2  # of 3; chance is 1.5
-
-
-def test_learns_a_small_game_on_84_pixels(monkeypatch, tmp_path):
-    result = run(monkeypatch, tmp_path, Catch, frame_size=84, total_timesteps=128 * 200, gamma=0.99, eval_episodes=50)
-    assert result["eval_return"] > 0.6, result  # chance is about -0.6
-
-
-@pytest.mark.parametrize("queue_size", [0, 3])
-def test_without_concurrency_the_lag_is_the_queue_size(monkeypatch, tmp_path, queue_size):
-    result = run(monkeypatch, tmp_path, RightAction, concurrency=False, queue_size=queue_size, total_timesteps=128 * 8,
-                 log_every=128, eval_episodes=0, learning_rate=2e-3)  # fmt: skip
-    rows = list(csv.DictReader((result["run_dir"] / "metrics.csv").open()))
-    lag = [float(row["value"]) for row in rows if row["metric"] == "charts/policy_lag"]
-    assert lag == [4 * min(i, queue_size) for i in range(8)]  # K = 2 visits of 2 minibatches are 4 SGD steps a batch
-    rate = [float(row["value"]) for row in rows if row["metric"] == "charts/learning_rate"]
-    np.testing.assert_allclose(rate, [2e-3 * (1 - i / 8) for i in range(1, 9)], atol=1e-8)  # annealed to 0

@@ -1,0 +1,662 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["jax>=0.10", "flax>=0.12.8", "optax>=0.2.6", "chex>=0.1.90", "numpy>=2.0", "envpool>=1.2.5",
+#                 "tyro>=1.0", "tensorboardX>=2.6", "wandb>=0.22", "pillow>=11.0"]
+# ///
+"""PPO on Atari: synchronous rollouts, generalised advantage estimation, the clipped surrogate.
+
+Paper: Schulman et al., "Proximal Policy Optimization Algorithms", 2017 (arXiv 1707.06347); settings as in its Atari
+experiments and the implementations that reproduce them.
+
+    T steps in each of B environments ──> GAE with the critic ──> epochs x minibatches of SGD steps ──┐
+          ▲     (EnvPool, policy)                                                                     │
+          └──────────────────────────── the new parameters ───────────────────────────────────────────┘
+
+The well-known implementation details, present: vectorised environments; orthogonal initialisation (sqrt 2, policy .01,
+value 1); Adam's epsilon 1e-5; step size annealed to 0; GAE with bootstrapping; minibatches shuffled in each epoch;
+advantages normalised per minibatch; clipped surrogate; value clipping (--clip-vloss, off: no gain is known); entropy
+bonus; gradient clipping by the global norm; approx_kl, clipfrac and explained_variance logged; no-ops, maximum of two
+frames, skip, life loss, fire on reset, grey frames, clipped rewards, four frames stacked, pixels / 255; shared torso.
+Absent or different, and why:
+  1. A time limit is not a death: it bootstraps. EnvPool's dummy row after an end is masked out of everything.
+  2. A minibatch takes equally many rows of every environment, so that no row ever leaves its device.
+  3. The critic evaluates a whole rollout before the update, not one step at a time while acting: the same numbers.
+  4. No early stop at a target KL, no LSTM, no multi-discrete actions: not in the paper's Atari experiments.
+
+    python ppo_atari.py --env-id Pong-v5                             one CPU or one GPU
+    python ppo_atari.py --num-envs 64 --learner-devices 0 1 2 3      data-parallel learner on four devices
+    python ppo_atari.py --distributed                                several hosts: the same command once on each
+"""
+
+import os
+from importlib import metadata
+
+# XLA's CPU backend runs convolutions on one core unless this fusion is off (3 to 4 times faster). An XLA that does not
+# know a flag aborts, hence the versions. It concerns no other backend, and your own XLA_FLAGS come last, so they win.
+YNN_FLAG = "--xla_cpu_experimental_ynn_fusion_type=-individual_convolution"
+if metadata.version("jaxlib").startswith(("0.10.", "0.12.")) and YNN_FLAG not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{YNN_FLAG} {os.environ.get('XLA_FLAGS', '')}".strip()
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+import zlib
+from collections import defaultdict, deque
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import chex
+import envpool
+import flax
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tyro
+from flax.training.train_state import TrainState
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from tensorboardX import SummaryWriter
+
+
+def refuse(message: str, code: int = 2):
+    """Ends the program with one line that names the flag or the file and the remedy."""
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    raise SystemExit(code)
+
+
+@dataclass(frozen=True)
+class Args:
+    """PPO on Atari. A step is an environment step: one decision of the agent, four Atari frames."""
+
+    # --- experiment ---
+    exp_name: str = Path(__file__).stem  # name of the experiment, part of the run folder's name
+    seed: int = 1  # seed of environments, parameters and sampling
+    total_timesteps: int = 10_000_000  # length of the run in environment steps, rounded down to whole rollouts
+    runs_dir: str = "runs"  # folder that receives the run folder
+    log_every: int = 10_000  # environment steps between two lines on the console and rows of metrics
+    track: bool = False  # log to Weights & Biases too (WANDB_MODE=offline works)
+    wandb_project_name: str = "ppo"  # project at Weights & Biases
+    wandb_entity: str | None = None  # team at Weights & Biases
+    save_model: bool = True  # write model.msgpack (parameters and arguments) at the end
+    checkpoint_every: int = 100_000  # environment steps between two checkpoints
+    resume: str | None = None  # run folder to continue, with its own settings
+    eval_episodes: int = 10  # whole games to play at the end, in fresh environments, actions sampled (0: none)
+    capture_video: bool = False  # write a GIF of one evaluated game
+
+    # --- environment ---
+    env_id: str = "Pong-v5"  # EnvPool's name of the game
+    num_envs: int = 8  # B, environments of each process; a rollout of num_steps in each is a train batch
+    frame_size: Literal[84, 42] = 84  # height and width of a frame in pixels (42: cheap, and the author's for Pong)
+    episodic_life: bool = True  # a lost life ends a training episode (returns are always those of whole games)
+    repeat_action_probability: float = 0.0  # probability that the emulator repeats the last action (sticky actions)
+    max_episode_steps: int = 27_000  # time limit of a game in environment steps (27,000 = 108,000 frames)
+
+    # --- algorithm ---
+    network: Literal["shallow", "nature", "resnet"] = "nature"  # 2 convolutions + 256 units, 3 + 512, or 15 + 256
+    learning_rate: float = 2.5e-4  # step size of Adam
+    anneal_lr: bool = True  # lower the step size linearly to 0 over the planned SGD steps
+    gamma: float = 0.99  # discount per environment step
+    gae_lambda: float = 0.95  # lambda of GAE
+    num_steps: int = 128  # T, environment steps of each environment in a rollout
+    num_minibatches: int = 4  # SGD steps per epoch, each on an equal share of each environment's rows
+    update_epochs: int = 4  # passes over each rollout
+    clip_coef: float = 0.1  # epsilon of the clipped surrogate
+    clip_vloss: bool = False  # clip the value's change by epsilon too, as some implementations do
+    norm_adv: bool = True  # normalise the advantages of each minibatch
+    vf_coef: float = 0.5  # weight of the value loss (half the mean squared error)
+    ent_coef: float = 0.01  # weight of the entropy bonus
+    max_grad_norm: float = 0.5  # bound of the gradient's global norm
+
+    # --- system ---
+    learner_devices: tuple[int, ...] = (0,)  # indices into the process's devices; the first one also acts
+    distributed: bool = False  # call jax.distributed.initialize(): one process per host, the same command on each
+    coordinator_address: str | None = None  # host:port of process 0, where JAX cannot find it itself
+    num_processes: int | None = None  # number of processes, likewise
+    process_id: int | None = None  # index of this process, likewise
+
+    def __post_init__(self):
+        may_be_0 = "seed eval_episodes vf_coef ent_coef gamma gae_lambda process_id"
+        may_be_0 += " repeat_action_probability"
+        for name, x in asdict(self).items():
+            low = 0 if name in may_be_0.split() else 1e-12
+            high = 1 if name in ("gamma", "gae_lambda", "repeat_action_probability") else 10**9
+            if type(x) in (int, float) and not low <= x <= high:  # NaN does not hold either
+                at_least = "above 0" if 0 < low < 1 else f"at least {low}"
+                refuse(f"--{name.replace('_', '-')} {x}: must be {at_least} and at most {high:,}")
+        if self.capture_video and not self.eval_episodes:
+            refuse("--capture-video: films an evaluated game, so --eval-episodes must be above 0")
+        num_devices = len(self.learner_devices)
+        if num_devices == 0 or min(self.learner_devices) < 0 or len({*self.learner_devices}) < num_devices:
+            refuse("--learner-devices: must be different indices, for example --learner-devices 0 1")
+        if self.num_steps % self.num_minibatches:
+            refuse(f"--num-steps {self.num_steps}: must be a multiple of --num-minibatches {self.num_minibatches}")
+        if self.num_envs % num_devices:
+            refuse(f"--num-envs {self.num_envs}: must be a multiple of the {num_devices} --learner-devices")
+
+
+# --- environment ------------------------------------------------------------------------------------------------------
+def make_env(args: Args, num_envs: int, entropy: tuple[int, ...], training: bool = True):
+    """EnvPool's vector of one Atari game: observations `[num_envs, 4, frame, frame]` uint8, the oldest frame first.
+
+    Outside training a lost life ends nothing. The seeds are drawn from `entropy`: EnvPool would give environment i
+    seed + i, and two runs with neighbouring seeds would share nearly all of their games."""
+    if args.env_id not in envpool.list_all_envs():
+        refuse(f"--env-id {args.env_id}: unknown to EnvPool; Atari games are called Pong-v5, SpaceInvaders-v5, ...")
+    seeds = np.random.SeedSequence(entropy).generate_state(num_envs) >> 1
+    try:
+        env = envpool.make(
+            args.env_id, env_type="gymnasium", num_envs=num_envs, num_threads=min(num_envs, os.cpu_count() or 1),
+            seed=seeds.tolist(), img_height=args.frame_size, img_width=args.frame_size, stack_num=4, gray_scale=True,
+            episodic_life=args.episodic_life and training, repeat_action_probability=args.repeat_action_probability,
+            max_episode_steps=args.max_episode_steps, reward_clip=True,  # info["reward"] stays unclipped
+            render_mode="rgb_array" if args.capture_video and not training else None,
+        )  # fmt: skip
+        if hasattr(env.action_space, "n"):  # discrete
+            return env
+    except TypeError:  # not an Atari game: its settings know no frame size
+        pass
+    refuse(f"--env-id {args.env_id}: this script needs four stacked grey frames and discrete actions, as in Pong-v5")
+
+
+def step_env(env, action: np.ndarray) -> tuple[np.ndarray, ...]:
+    """One step of all environments: obs, clipped reward, terminated, truncated, game over, unclipped reward.
+
+    EnvPool resets an ended episode in the *next* step, which ignores its action. So the observation that comes with an
+    end is the true last one, and the row that begins with it is a dummy. A lost life terminates, but not the game."""
+    obs, reward, terminated, truncated, info = env.step(action)
+    terminated = terminated | (info["terminated"] > 0)
+    truncated = truncated & ~terminated
+    return obs, reward, terminated, truncated, truncated | (info["terminated"] > 0), info["reward"]
+
+
+# --- network ----------------------------------------------------------------------------------------------------------
+class ActorCritic(nn.Module):
+    """Frames `[B, 4, H, W]` uint8 to policy logits `[B, A]` and state values `[B]`, on one convolutional torso."""
+
+    network: str
+    num_actions: int
+
+    @nn.compact
+    def __call__(self, obs: jax.Array) -> tuple[jax.Array, jax.Array]:
+        orthogonal = nn.initializers.orthogonal
+        conv = partial(nn.Conv, padding="VALID", kernel_init=orthogonal(np.sqrt(2)))
+        same = partial(nn.Conv, kernel_size=(3, 3), kernel_init=orthogonal(np.sqrt(2)))
+        x = jnp.moveaxis(obs, 1, -1).astype(jnp.float32) / 255.0
+        first = ((8, 8), 4) if x.shape[1] > 42 else ((4, 4), 2)  # kernel, stride: 84 and 42 pixels both become 20 x 20
+        if self.network == "resnet":
+            for channels in (16, 32, 32):
+                x = nn.max_pool(same(channels)(x), (3, 3), (2, 2), "SAME")
+                for _ in range(2):
+                    x = x + same(channels)(nn.relu(same(channels)(nn.relu(x))))
+            x = nn.relu(x)
+        elif self.network == "nature":
+            for layer in conv(32, *first), conv(64, (4, 4), 2), conv(64, (3, 3), 1):
+                x = nn.relu(layer(x))
+        else:
+            for layer in conv(16, *first), conv(32, (4, 4), 2):
+                x = nn.relu(layer(x))
+        units = 512 if self.network == "nature" else 256
+        x = nn.relu(nn.Dense(units, kernel_init=orthogonal(np.sqrt(2)))(x.reshape(x.shape[0], -1)))
+        logits = nn.Dense(self.num_actions, kernel_init=orthogonal(0.01))(x)
+        return logits, nn.Dense(1, kernel_init=orthogonal(1.0))(x).squeeze(-1)
+
+
+# --- state ------------------------------------------------------------------------------------------------------------
+@flax.struct.dataclass
+class Rollout:
+    """T steps of B environments. Row t: obs_t, action_t, and what the step with action_t returned."""
+
+    obs: jax.Array  # [B, T+1, 4, H, W] uint8; the last one is for bootstrapping only
+    action: jax.Array  # [B, T]
+    logp: jax.Array  # [B, T] log pi_worker(action | obs), stored when acting
+    reward: jax.Array  # [B, T] clipped to [-1, 1]
+    discount: jax.Array  # [B, T] gamma, or 0 at a termination
+    cut: jax.Array  # [B, T] the episode ends here, by termination or time limit: no recursion beyond
+    mask: jax.Array  # [B, T] False on the dummy row after an end
+
+
+@flax.struct.dataclass
+class Batch:
+    """A rollout, and its evaluation by the critic that is about to be updated."""
+
+    rollout: Rollout
+    value: jax.Array  # [B, T] V(s_t) before the update, for value clipping
+    advantage: jax.Array  # [B, T] A_t
+    value_target: jax.Array  # [B, T] A_t + V(s_t)
+
+
+# --- the mathematics --------------------------------------------------------------------------------------------------
+def masked_mean(x: jax.Array, mask: jax.Array) -> jax.Array:
+    """Mean over the rows whose mask is True; `where` and not a product, since NaN * 0 is NaN."""
+    return jnp.sum(jnp.where(mask, x, 0.0)) / jnp.maximum(jnp.sum(mask), 1)
+
+
+def log_prob(logits: jax.Array, action: jax.Array) -> jax.Array:
+    """log pi(action): logits `[..., A]`, action `[...]`."""
+    return jnp.take_along_axis(nn.log_softmax(logits), action[..., None], axis=-1).squeeze(-1)
+
+
+def gae(value, reward, discount, cut, lambda_: float) -> jax.Array:
+    """Generalised advantage estimation (Schulman et al., 2016, equation 16): advantages `[T]` of one environment.
+
+        delta_t = r_t + discount_t V(s_{t+1}) - V(s_t)
+        A_t     = delta_t + discount_t lambda A_{t+1}          A_{t+1} = 0 where the episode is cut
+
+    value `[T+1]`; reward, discount, cut `[T]`."""
+    chex.assert_rank([value, reward, discount, cut], 1)
+    delta_t = reward + jnp.where(discount > 0, discount * value[1:], 0.0) - value[:-1]
+
+    def step(a_tp1, row):
+        delta, decay, is_cut = row
+        a_t = delta + jnp.where(is_cut, 0.0, decay * a_tp1)
+        return a_t, a_t
+
+    return jax.lax.scan(step, jnp.zeros(()), (delta_t, discount * lambda_, cut), reverse=True)[1]
+
+
+def surrogate(ratio: jax.Array, advantage: jax.Array, clip_coef: float) -> jax.Array:
+    """PPO's clipped surrogate, to be maximised: min(R A, clip(R, 1 - eps, 1 + eps) A)."""
+    return jnp.minimum(ratio * advantage, jnp.clip(ratio, 1 - clip_coef, 1 + clip_coef) * advantage)
+
+
+def ppo_loss(params, state: TrainState, batch: Batch, args: Args) -> tuple[jax.Array, dict]:
+    """L = -E[surrogate] + c_v E[(V - G)^2] / 2 - c_e E[H(pi)] (PPO, equation 9), means over unmasked rows."""
+    rollout, mask = batch.rollout, batch.rollout.mask
+    B, T = mask.shape
+    logits, value = state.apply_fn(params, rollout.obs[:, :T].reshape(B * T, *rollout.obs.shape[2:]))
+    logits, value = logits.reshape(B, T, -1), value.reshape(B, T)
+
+    # Masked rows are overwritten before any arithmetic: a NaN in one would return through the gradient of a product.
+    clean = (jnp.where(mask, x, 0.0) for x in (rollout.logp, batch.value, batch.advantage, batch.value_target))
+    old_logp, old_value, advantage, value_target = clean
+    if args.norm_adv:
+        advantage = advantage - masked_mean(advantage, mask)
+        advantage = advantage / jnp.sqrt(masked_mean(advantage**2, mask) + 1e-8)
+
+    log_ratio = (log_prob(logits, rollout.action) - old_logp).clip(max=20.0)  # never inf
+    ratio = jnp.exp(log_ratio)
+    policy_loss = -masked_mean(surrogate(ratio, advantage, args.clip_coef), mask)
+    squared_error = (value - value_target) ** 2
+    if args.clip_vloss:
+        clipped = old_value + jnp.clip(value - old_value, -args.clip_coef, args.clip_coef)
+        squared_error = jnp.maximum(squared_error, (clipped - value_target) ** 2)
+    value_loss = masked_mean(squared_error, mask) / 2
+    log_pi = nn.log_softmax(logits)
+    entropy = masked_mean(-jnp.sum(jnp.exp(log_pi) * log_pi, axis=-1), mask)
+    loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy
+
+    def variance(x):
+        return masked_mean((x - masked_mean(x, mask)) ** 2, mask)
+
+    metrics = {"policy_loss": policy_loss, "value_loss": value_loss, "entropy": entropy}
+    metrics["approx_kl"] = masked_mean(jnp.expm1(log_ratio) - log_ratio, mask)
+    metrics["ratio"] = masked_mean(ratio, mask)
+    metrics["clipfrac"] = masked_mean(jnp.abs(ratio - 1) > args.clip_coef, mask)
+    metrics["explained_variance"] = 1 - variance(value_target - value) / jnp.maximum(variance(value_target), 1e-8)
+    return loss, {f"losses/{name}": value for name, value in metrics.items()}
+
+
+# --- learner ----------------------------------------------------------------------------------------------------------
+def forward(apply_fn: Callable, params, obs: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Logits `[B, T, A]` and values `[B, T]` of frames `[B, T, ...]`; B may be sharded over devices."""
+    if jax.default_backend() == "cpu":  # one time step after the other: twice as fast, the temporary arrays are smaller
+        return jax.tree.map(lambda x: x.swapaxes(0, 1), jax.lax.map(partial(apply_fn, params), obs.swapaxes(0, 1)))
+    out = apply_fn(params, obs.reshape(-1, *obs.shape[2:]))
+    return jax.tree.map(lambda x: x.reshape(*obs.shape[:2], *x.shape[1:]), out)
+
+
+@partial(jax.jit, static_argnames="args")
+def with_advantages(state: TrainState, rollout: Rollout, args: Args) -> Batch:
+    """The critic evaluates a new rollout, once, before its first SGD step."""
+    _, value = forward(state.apply_fn, state.params, rollout.obs)
+    one_env = partial(gae, lambda_=args.gae_lambda)
+    advantage = jax.vmap(one_env)(value, rollout.reward, rollout.discount, rollout.cut)
+    return Batch(rollout, value[:, :-1], advantage, advantage + value[:, :-1])
+
+
+def deal_rows(rng: np.random.Generator, visits: int, num_envs: int, args: Args) -> np.ndarray:
+    """Which rows go into which SGD step: `[visits * num_minibatches, num_envs, num_steps / num_minibatches]`.
+
+    Every environment's rows are shuffled by themselves and dealt out evenly. So no row ever leaves its device, and the
+    result does not depend on the number of devices or processes."""
+    rows = rng.permuted(np.tile(np.arange(args.num_steps), (visits, num_envs, 1)), axis=-1)
+    rows = rows.reshape(visits, num_envs, args.num_minibatches, -1).swapaxes(1, 2)
+    return rows.reshape(visits * args.num_minibatches, num_envs, -1)
+
+
+@jax.jit
+def take_rows(batch, rows: jax.Array):
+    """The minibatch of rows `[B, n]` of a batch whose arrays are `[B, T(+1), ...]`."""
+    return jax.tree.map(lambda x: jax.vmap(lambda one_env, i: one_env[i])(x, rows), batch)
+
+
+@partial(jax.jit, static_argnames=("loss_fn", "args"), donate_argnames="state")
+def sgd_step(state, batch, loss_fn: Callable, args: Args) -> tuple[Any, dict]:
+    """One SGD step on all rows of a batch. If it is sharded over devices, XLA sums their gradients."""
+    (_, metrics), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params, state, batch, args)
+    return state.apply_gradients(grads=grads), metrics | {"losses/grad_norm": optax.tree.norm(grads)}
+
+
+@partial(jax.jit, static_argnames=("loss_fn", "args"), donate_argnames="state")
+def sgd_steps_in_one_call(state, batch, rows: jax.Array, loss_fn: Callable, args: Args) -> tuple[Any, dict]:
+    return jax.lax.scan(lambda state, rows: sgd_step(state, take_rows(batch, rows), loss_fn, args), state, rows)
+
+
+def learn(state, batch, rows: np.ndarray, loss_fn: Callable, args: Args) -> tuple[Any, dict]:
+    """SGD steps on a batch, one for each `rows[i]`; returns the metrics of every step."""
+    if jax.default_backend() != "cpu":
+        return sgd_steps_in_one_call(state, batch, rows, loss_fn, args)
+    metrics = []  # on a CPU XLA's gradient of a convolution is dozens of times slower inside a loop of its own
+    for i in range(len(rows)):
+        state, step_metrics = sgd_step(state, take_rows(batch, rows[i]), loss_fn, args)
+        metrics.append(step_metrics)
+    return state, jax.tree.map(lambda *x: jnp.stack(x), *metrics)
+
+
+# --- acting -----------------------------------------------------------------------------------------------------------
+@partial(jax.jit, static_argnames="apply_fn")
+def policy_step(apply_fn: Callable, params, obs: jax.Array, key: jax.Array, step: int) -> tuple[jax.Array, jax.Array]:
+    """Samples actions: obs `[B, 4, H, W]` to action `[B]` and its log-probability `[B]`."""
+    logits, _ = apply_fn(params, obs)
+    action = jax.random.categorical(jax.random.fold_in(key, step), logits)
+    return action, log_prob(logits, action)
+
+
+class Worker:
+    """A vector of environments, and what it carries from one rollout to the next."""
+
+    def __init__(self, args: Args, apply_fn: Callable, entropy: tuple[int, ...], key: jax.Array):
+        self.args, self.apply_fn, self.key, self.steps = args, apply_fn, key, 0
+        self.env = make_env(args, args.num_envs, entropy)
+        self.obs, _ = self.env.reset()
+        self.ended = np.zeros(args.num_envs, bool)  # the last row ended an episode, so the next one is a dummy
+        self.game_return, self.game_length = np.zeros(args.num_envs), np.zeros(args.num_envs, int)
+
+    def rollout(self, params) -> tuple[Rollout, dict[str, list[float]]]:
+        """T steps with these parameters: arrays that nobody writes again, and metrics."""
+        rows, metrics, inference, start = [], defaultdict(list), 0.0, time.time()
+        for _ in range(self.args.num_steps):
+            asked = time.time()
+            action, logp = jax.device_get(policy_step(self.apply_fn, params, self.obs, self.key, self.steps))  # sync
+            inference += time.time() - asked
+            obs, reward, terminated, truncated, game_over, game_reward = step_env(self.env, action)
+            discount = np.where(terminated, 0.0, self.args.gamma).astype(np.float32)
+            rows.append((self.obs, action, logp, reward, discount, terminated | truncated, ~self.ended))
+            self.game_return += game_reward
+            self.game_length += ~self.ended
+            metrics["charts/episodic_return"] += self.game_return[game_over].tolist()
+            metrics["charts/episodic_length"] += self.game_length[game_over].tolist()
+            self.game_return[game_over], self.game_length[game_over] = 0, 0
+            self.obs, self.ended, self.steps = obs, terminated | truncated, self.steps + 1
+        obs, *columns = zip(*rows)
+        rollout = Rollout(np.stack([*obs, self.obs], 1), *(np.stack(column, 1) for column in columns))
+        return rollout, metrics | {"time/actor_rollout": [time.time() - start], "time/actor_inference": [inference]}
+
+
+# --- logging, saving, evaluation --------------------------------------------------------------------------------------
+class Logger:
+    """metrics.csv (global_step,wall_seconds,metric,value), TensorBoard events, and wandb if asked for."""
+
+    def __init__(self, args: Args, run_dir: Path, step: int, wall_seconds: float):
+        path, self.started = run_dir / "metrics.csv", time.time() - wall_seconds
+        rows = path.read_text().splitlines(keepends=True)[1:] if path.exists() else []
+        # A resumed run forgets the rows that its checkpoint has not seen, and a last line cut short by a kill.
+        rows = [row for row in rows if row.endswith("\n") and int(row.split(",")[0]) <= step]
+        write_whole(path, ("global_step,wall_seconds,metric,value\n" + "".join(rows)).encode())
+        self.csv, self.tensorboard, self.wandb = path.open("a"), SummaryWriter(str(run_dir), purge_step=step + 1), None
+        if args.track:
+            import wandb
+
+            names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": run_dir.name}
+            self.wandb = wandb.init(config=asdict(args), **names)
+
+    def log(self, step: int, metrics: dict[str, float]):
+        for name, value in metrics.items():
+            self.csv.write(f"{step},{time.time() - self.started:.2f},{name},{value:.8g}\n")
+            self.tensorboard.add_scalar(name, value, step)
+        self.csv.flush()
+        if self.wandb:
+            self.wandb.log(metrics, step=step)
+
+
+def make_run_dir(args: Args) -> Path:
+    """Creates the run folder, with the run's provenance in it: arguments, versions, a copy of this script."""
+    stamp = int(time.time())
+    while (run_dir := Path(args.runs_dir) / f"{args.env_id}__{args.exp_name}__{args.seed}__{stamp}").exists():
+        stamp += 1
+    git = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "HEAD"]
+    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
+    versions = {name: metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax", "numpy", "envpool")}
+    versions |= {"python": sys.version.split()[0], "device": jax.devices()[0].device_kind, "git_commit": commit}
+    try:
+        run_dir.mkdir(parents=True)
+        (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2) + "\n")
+        (run_dir / "versions.json").write_text(json.dumps(versions | {"cpus": os.cpu_count()}, indent=2) + "\n")
+        shutil.copy(__file__, run_dir)
+    except OSError as error:
+        refuse(f"--runs-dir {args.runs_dir}: cannot write {run_dir} ({error.strerror}); name a writable folder")
+    return run_dir
+
+
+def write_whole(path: Path, data: bytes):
+    """Replaces a file as a whole: a kill at any moment leaves the old one or the new one."""
+    path.with_suffix(".tmp").write_bytes(data)
+    os.replace(path.with_suffix(".tmp"), path)
+
+
+def save_checkpoint(run_dir: Path, state, progress: dict):
+    """The whole state and the counters, with a checksum so that a damaged file cannot pass."""
+    content = {"script": Path(__file__).stem, "progress": progress, "state": flax.serialization.to_state_dict(state)}
+    data = flax.serialization.msgpack_serialize(jax.device_get(content))
+    write_whole(run_dir / "checkpoint.msgpack", zlib.crc32(data).to_bytes(4, "big") + data)
+
+
+def load_checkpoint(args: Args) -> tuple[Args, dict]:
+    """The settings and the checkpoint of the run to resume; refuses a missing, damaged or foreign one.
+
+    The run keeps its settings. A flag set to something else than its default is refused, not ignored."""
+    run_dir, of_the_process = Path(args.resume), ("resume", "coordinator_address", "num_processes", "process_id")
+    try:
+        saved, data = json.loads((run_dir / "args.json").read_text()), (run_dir / "checkpoint.msgpack").read_bytes()
+        saved["learner_devices"] = tuple(saved["learner_devices"])
+        resumed = Args(**saved | {name: getattr(args, name) for name in of_the_process})
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        refuse(f"--resume {run_dir}: cannot read its args.json and checkpoint.msgpack ({error!r}); name a run's folder")
+    if zlib.crc32(data[4:]).to_bytes(4, "big") != data[:4]:
+        refuse(f"--resume {run_dir}: checkpoint.msgpack is damaged; restore it from a copy, or start a new run")
+    checkpoint = flax.serialization.msgpack_restore(data[4:])
+    if checkpoint["script"] != Path(__file__).stem:
+        refuse(f"--resume {run_dir}: it is a run of {checkpoint['script']}.py; resume it with that script")
+    for name, given in asdict(args).items():
+        if name not in of_the_process and given not in (getattr(Args, name), getattr(resumed, name)):
+            refuse(f"--{name.replace('_', '-')} {given}: a resumed run keeps its settings; leave the flag out")
+    return resumed, checkpoint
+
+
+def evaluate(args: Args, apply_fn: Callable, params, key: jax.Array, run_dir: Path | None) -> np.ndarray:
+    """Unclipped returns of whole games, actions sampled: the first game of each of `eval_episodes` fresh environments,
+    so that short games are not over-represented. Writes a GIF of one (its first 3,000 steps) if asked for."""
+    n = args.eval_episodes
+    env = make_env(args, n, (args.seed, 2**31), training=False)
+    (obs, _), returns, over, frames, step = env.reset(), np.zeros(n), np.zeros(n, bool), [], 0
+    while not over.all():
+        if args.capture_video and run_dir and not over[0] and step < 3000:
+            frames.append(env.render()[0])
+        action, _ = jax.device_get(policy_step(apply_fn, params, obs, key, step))
+        obs, *_, game_over, game_reward = step_env(env, action)
+        returns, over, step = returns + game_reward * ~over, over | game_over, step + 1
+    if frames:
+        from PIL import Image
+
+        first, *rest = map(Image.fromarray, frames)
+        first.save(run_dir / "eval.gif", save_all=True, append_images=rest, duration=67)  # ms: 4 frames at 60 Hz
+    return returns
+
+
+# --- main -------------------------------------------------------------------------------------------------------------
+def main(args: Args) -> dict:
+    """Trains, evaluates, saves. Returns final_return (mean of the last 20 games), eval_return, global_step, run_dir."""
+    progress, checkpoint = {"global_step": 0, "wall_seconds": 0.0}, None
+    if args.resume:
+        args, checkpoint = load_checkpoint(args)
+        progress = checkpoint["progress"]
+    for flag, wanted, package in ("--track", args.track, "wandb"), ("--capture-video", args.capture_video, "pillow"):
+        if wanted and not any(metadata.distributions(name=package)):
+            refuse(f"{flag}: needs the package {package}; run pip install {package}, or leave the flag out")
+
+    # --- devices: each process has its own; the learner's devices of all processes form one mesh ---
+    if args.distributed:
+        where = (args.coordinator_address, args.num_processes, args.process_id)
+        jax.distributed.initialize(*where, heartbeat_timeout_seconds=20)  # when a process dies, the others end soon
+    local = jax.local_devices()
+    if max(args.learner_devices) >= len(local):
+        refuse(f"--learner-devices: only {len(local)} devices here, 0 to {len(local) - 1}")
+    by_process = [[d for d in jax.devices() if d.process_index == p] for p in range(jax.process_count())]
+    mesh = Mesh([devices[i] for devices in by_process for i in args.learner_devices], "data")
+    replicated, by_env = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
+
+    # --- plan ---
+    rollout_steps = args.num_steps * args.num_envs * jax.process_count()
+    num_rollouts = args.total_timesteps // rollout_steps
+    if num_rollouts == 0:
+        refuse(f"--total-timesteps {args.total_timesteps}: must be at least one rollout, {rollout_steps} steps")
+    if progress.setdefault("rollout_steps", rollout_steps) != rollout_steps:
+        refuse(f"--resume {args.resume}: was started with another number of processes; use as many as then")
+    planned_sgd_steps = num_rollouts * args.update_epochs * args.num_minibatches
+
+    # --- state ---
+    env = make_env(args, 1, (args.seed,))
+    network = ActorCritic(args.network, int(env.action_space.n))
+    init_key, actor_key, eval_key = jax.random.split(jax.random.key(args.seed), 3)
+    params = network.init(init_key, np.zeros((1, *env.observation_space.shape), np.uint8))
+    last_rate = 0.0 if args.anneal_lr else args.learning_rate
+    rate = optax.linear_schedule(args.learning_rate, last_rate, planned_sgd_steps)
+    optimizer = optax.chain(optax.clip_by_global_norm(args.max_grad_norm), optax.adam(rate, eps=1e-5))
+    state = TrainState.create(apply_fn=network.apply, params=params, tx=optimizer)
+    if checkpoint:
+        state = flax.serialization.from_state_dict(state, checkpoint["state"])
+    state = jax.device_put(jax.tree.map(np.array, state), replicated)
+    global_step, sgd_steps = progress["global_step"], int(state.step)
+    rollouts = global_step // rollout_steps
+    # A resumed run plays new games, since the rollouts done are part of their seeds.
+    entropy = (args.seed, jax.process_index(), 0, rollouts)
+    key = jax.random.fold_in(actor_key, np.random.SeedSequence(entropy).generate_state(1)[0])
+    worker = Worker(args, network.apply, entropy, key)
+
+    # --- run folder and log; only process 0 writes ---
+    run_dir = logger = None
+    if jax.process_index() == 0:
+        run_dir = Path(args.resume) if args.resume else make_run_dir(args)
+        logger = Logger(args, run_dir, global_step, progress["wall_seconds"])
+        pixels, limit = f"{args.frame_size} x {args.frame_size}", args.max_episode_steps
+        life = "a training episode" if args.episodic_life else "nothing"
+        print(f"run folder   {run_dir}\n"
+              f"environment  {args.env_id}: 4 grey frames of {pixels}, {network.num_actions} actions (minimal), limit "
+              f"{limit} steps = {4 * limit} frames, up to 30 no-ops, fire on reset, a lost life ends {life}, "
+              f"sticky actions {args.repeat_action_probability}, rewards clipped for learning only\n"
+              f"plan         {args.num_envs} environments, learner on {mesh.size} x "
+              f"{local[0].device_kind}, {num_rollouts} x {rollout_steps} steps, from {global_step}")  # fmt: skip
+    pending, last_returns = defaultdict(list), deque(maxlen=20)
+
+    # --- learn, until the end or the first Ctrl-C (or SIGTERM); a second one does not wait for the SGD steps ---
+    interrupted, stop = threading.Event(), False
+
+    def interrupt(*_):
+        interrupted.set()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    in_main = threading.current_thread() is threading.main_thread()
+    old_handlers = {s: signal.signal(s, interrupt) for s in (signal.SIGINT, signal.SIGTERM)} if in_main else {}
+    logged_at, logged_step = time.time(), global_step
+    try:
+        while rollouts < num_rollouts and not stop:
+            rollout, metrics = worker.rollout(jax.tree.map(lambda x: x.addressable_data(0), state.params))
+            start = time.time()
+            # Each process holds its own environments' rows; together they are one array, sharded over all devices.
+            rollout = jax.tree.map(partial(jax.make_array_from_process_local_data, by_env), rollout)
+            rng = np.random.default_rng((args.seed, sgd_steps))  # so a resumed run goes on with the same stream
+            rows = deal_rows(rng, args.update_epochs, len(rollout.action), args)
+            state, losses = learn(state, with_advantages(state, rollout, args), rows, ppo_loss, args)
+            jax.block_until_ready(state.params)  # sync, for the timing; acting would wait for them anyway
+            last_returns.extend(metrics["charts/episodic_return"])
+            for name, values in metrics.items():
+                pending[name] += values
+            for name, values in (losses | {"time/learner_update": time.time() - start}).items():
+                pending[name].append(values)
+            rollouts += 1
+            sgd_steps += len(rows)
+            global_step = rollouts * rollout_steps
+            stop = interrupted.is_set()
+            if args.distributed:  # all processes leave the loop together: any that stayed would wait for ever
+                stop = bool(multihost_utils.process_allgather(np.array(stop)).any())
+
+            last = rollouts == num_rollouts or stop
+            save_now = last or global_step % args.checkpoint_every < rollout_steps
+            if save_now or global_step % args.log_every < rollout_steps:
+                means = {name: float(np.mean(x)) for name, x in jax.device_get(dict(pending)).items() if x}  # sync
+                pending.clear()
+                bad = [name for name, value in means.items() if not np.isfinite(value)]
+                if bad:
+                    good = run_dir / "checkpoint.msgpack" if run_dir else Path()
+                    good = f"last good checkpoint: {good}" if good.is_file() else "no checkpoint was saved before"
+                    refuse(f"{bad[0]} is not finite at step {global_step}, so the run stopped without saving; {good}; "
+                           "a lower --learning-rate may help", code=1)  # fmt: skip
+                speed = (global_step - logged_step) / (time.time() - logged_at)
+                logged_at, logged_step = time.time(), global_step
+                means |= {"charts/SPS": speed, "charts/learning_rate": float(rate(sgd_steps))}
+                if last_returns:
+                    means["charts/episodic_return_20"] = float(np.mean(last_returns))
+                if logger:
+                    logger.log(global_step, means)
+                    left = (num_rollouts - rollouts) * rollout_steps / speed / 60
+                    print(f"step {global_step:>10,} {rollouts / num_rollouts:4.0%}   return (20 games) "
+                          f"{means.get('charts/episodic_return_20', np.nan):8.2f}   SPS {speed:6.0f}   "
+                          f"value loss {means['losses/value_loss']:7.4f}   entropy "
+                          f"{means['losses/entropy']:5.3f}   {left:4.0f} min left", flush=True)  # fmt: skip
+            if save_now and logger:
+                progress |= {"global_step": global_step, "wall_seconds": time.time() - logger.started}
+                save_checkpoint(run_dir, state, progress)
+    except BaseException:
+        if args.distributed:  # an orderly exit would wait minutes for the other processes
+            traceback.print_exc()
+            os._exit(1)
+        raise
+    finally:
+        for s, handler in old_handlers.items():
+            signal.signal(s, handler)
+
+    # --- evaluate and save ---
+    result = {"final_return": float(np.mean(last_returns)) if last_returns else None, "eval_return": None}
+    result |= {"global_step": global_step, "run_dir": run_dir}
+    if rollouts < num_rollouts:
+        if logger:
+            print(f"interrupted at step {global_step}; continue with --resume {run_dir}")
+        return result
+    params = jax.device_get(jax.tree.map(lambda x: x.addressable_data(0), state.params))
+    if args.save_model and logger:
+        model = {"format": f"{Path(__file__).stem} 1", "args": json.dumps(asdict(args)), "params": params}
+        write_whole(run_dir / "model.msgpack", flax.serialization.msgpack_serialize(model))
+    if args.eval_episodes:
+        returns = evaluate(args, network.apply, params, eval_key, run_dir)
+        result["eval_return"] = float(returns.mean())
+        if logger:
+            logger.log(global_step, {"eval/episodic_return": returns.mean(), "eval/episodic_return_std": returns.std()})
+            print(f"evaluation: {returns.mean():.2f} +- {returns.std():.2f} over {len(returns)} whole games; {run_dir}")
+    return result
+
+
+if __name__ == "__main__":
+    try:
+        main(tyro.cli(Args))
+    except KeyboardInterrupt:  # before the first step, during the evaluation, or the second Ctrl-C
+        refuse("interrupted", code=130)
