@@ -142,6 +142,8 @@ class Args:
             if type(x) in (int, float) and not low <= x <= high:  # NaN does not hold either
                 at_least = "above 0" if 0 < low < 1 else f"at least {low}"
                 refuse(f"--{name.replace('_', '-')} {x}: must be {at_least} and at most {high:,}")
+        if not self.distributed and (self.coordinator_address, self.num_processes, self.process_id) != (None,) * 3:
+            refuse("--coordinator-address, --num-processes, --process-id: need --distributed")
         if self.capture_video and not self.eval_episodes:
             refuse("--capture-video: films an evaluated game, so --eval-episodes must be above 0")
         num_devices = len(self.learner_devices)
@@ -154,11 +156,11 @@ class Args:
 
 
 # --- environment ------------------------------------------------------------------------------------------------------
-def make_env(args: Args, num_envs: int, entropy: tuple[int, ...], training: bool = True):
+def make_env(args: Args, num_envs: int, entropy: tuple[int, ...], render: bool = False):
     """EnvPool's vector of one Atari game: observations `[num_envs, 4, frame, frame]` uint8, the oldest frame first.
 
-    Outside training a lost life ends nothing. The seeds are drawn from `entropy`: EnvPool would give environment i
-    seed + i, and two runs with neighbouring seeds would share nearly all of their games."""
+    The seeds are drawn from `entropy`: EnvPool would give environment i seed + i, and two runs with neighbouring seeds
+    would share nearly all of their games."""
     if args.env_id not in envpool.list_all_envs():
         refuse(f"--env-id {args.env_id}: unknown to EnvPool; Atari games are called Pong-v5, SpaceInvaders-v5, ...")
     seeds = np.random.SeedSequence(entropy).generate_state(num_envs) >> 1
@@ -166,9 +168,9 @@ def make_env(args: Args, num_envs: int, entropy: tuple[int, ...], training: bool
         env = envpool.make(
             args.env_id, env_type="gymnasium", num_envs=num_envs, num_threads=min(num_envs, os.cpu_count() or 1),
             seed=seeds.tolist(), img_height=args.frame_size, img_width=args.frame_size, stack_num=4, gray_scale=True,
-            episodic_life=args.episodic_life and training, repeat_action_probability=args.repeat_action_probability,
+            episodic_life=args.episodic_life, repeat_action_probability=args.repeat_action_probability,
             max_episode_steps=args.max_episode_steps, reward_clip=True,  # info["reward"] stays unclipped
-            render_mode="rgb_array" if args.capture_video and not training else None,
+            render_mode="rgb_array" if render else None,
         )  # fmt: skip
         if hasattr(env.action_space, "n"):  # discrete
             return env
@@ -527,8 +529,8 @@ class Logger:
         if args.track:
             import wandb
 
-            names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": run_dir.name}
-            self.wandb = wandb.init(config=asdict(args), **names)
+            names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "id": run_dir.name}
+            self.wandb = wandb.init(config=asdict(args), name=run_dir.name, resume="allow", **names)
 
     def log(self, step: int, metrics: dict[str, float]):
         for name, value in metrics.items():
@@ -595,9 +597,10 @@ def load_checkpoint(args: Args) -> tuple[Args, dict]:
 
 def evaluate(args: Args, apply_fn: Callable, params, key: jax.Array, run_dir: Path | None) -> np.ndarray:
     """Unclipped returns of whole games, actions sampled: the first game of each of `eval_episodes` fresh environments,
-    so that short games are not over-represented. Writes a GIF of one (its first 3,000 steps) if asked for."""
+    so that short games are not over-represented. They are those of training: a policy that never had to serve the ball
+    after a lost life would otherwise stand still there. Writes a GIF of one (its first 3,000 steps) if asked for."""
     n = args.eval_episodes
-    env = make_env(args, n, (args.seed, 2**31), training=False)
+    env = make_env(args, n, (args.seed, 2**31), render=args.capture_video)
     (obs, _), returns, over, frames, step = env.reset(), np.zeros(n), np.zeros(n, bool), [], 0
     while not over.all():
         if args.capture_video and run_dir and not over[0] and step < 3000:
@@ -616,7 +619,7 @@ def evaluate(args: Args, apply_fn: Callable, params, key: jax.Array, run_dir: Pa
 # --- main -------------------------------------------------------------------------------------------------------------
 def main(args: Args) -> dict:
     """Trains, evaluates, saves. Returns final_return (mean of the last 20 games), eval_return, global_step, run_dir."""
-    progress, checkpoint = {"global_step": 0, "wall_seconds": 0.0}, None
+    progress, checkpoint = {"global_step": 0, "wall_seconds": 0.0, "last_returns": []}, None
     if args.resume:
         args, checkpoint = load_checkpoint(args)
         progress = checkpoint["progress"]
@@ -684,8 +687,10 @@ def main(args: Args) -> dict:
               f"{limit} steps = {4 * limit} frames, up to 30 no-ops, fire on reset, a lost life ends {life}, "
               f"sticky actions {args.repeat_action_probability}, rewards clipped for learning only\n"
               f"plan         {args.num_actors} x {args.num_envs} environments, learner on {mesh.size} x "
-              f"{local[0].device_kind}, {num_generations} x {generation_steps} steps, from {global_step}")  # fmt: skip
-    pending, last_returns, last_kls = defaultdict(list), deque(maxlen=20), deque(maxlen=args.buffer_size)
+              f"{local[0].device_kind}, {num_generations} x {generation_steps} steps, from {global_step}"
+              f"{' (resumed: the environments begin new games)' if checkpoint else ''}")  # fmt: skip
+    pending, last_kls = defaultdict(list), deque(maxlen=args.buffer_size)
+    last_returns = deque(progress["last_returns"], maxlen=20)
 
     def take_oldest() -> Batch:
         """From the queue to the learner's devices; without concurrency the actors act first, by turns."""
@@ -749,11 +754,11 @@ def main(args: Args) -> dict:
                     good = run_dir / "checkpoint.msgpack" if run_dir else Path()
                     good = f"last good checkpoint: {good}" if good.is_file() else "no checkpoint was saved before"
                     refuse(f"{bad[0]} is not finite at step {global_step}, so the run stopped without saving; {good}; "
-                           "a lower --learning-rate may help", code=1)  # fmt: skip
+                           "a new run with a lower --learning-rate may help", code=1)  # fmt: skip
                 speed = (global_step - logged_step) / (time.time() - logged_at)
                 logged_at, logged_step = time.time(), global_step
                 means |= {"charts/SPS": speed, "charts/learning_rate": float(rate(sgd_steps))}
-                if last_returns:
+                if len(last_returns) == 20:
                     means["charts/episodic_return_20"] = float(np.mean(last_returns))
                 if logger:
                     logger.log(global_step, means)
@@ -763,7 +768,8 @@ def main(args: Args) -> dict:
                           f"{means['charts/policy_lag']:3.0f}   value loss {means['losses/value_loss']:7.4f}   entropy "
                           f"{means['losses/entropy']:5.3f}   {left:4.0f} min left", flush=True)  # fmt: skip
             if save_now and logger:
-                progress |= {"global_step": global_step, "wall_seconds": time.time() - logger.started}
+                progress |= {"global_step": global_step, "last_returns": list(last_returns)}
+                progress["wall_seconds"] = time.time() - logger.started
                 save_checkpoint(run_dir, state, progress)
     except BaseException:
         if args.distributed:  # an orderly exit would wait minutes for the other processes
@@ -785,9 +791,10 @@ def main(args: Args) -> dict:
         if logger:
             print(f"interrupted at step {global_step}; continue with --resume {run_dir}")
         return result
-    params = jax.device_get(jax.tree.map(lambda x: x.addressable_data(0), state.params))
+    params = jax.tree.map(lambda x: x.addressable_data(0), state.params)
     if args.save_model and logger:
-        model = {"format": f"{Path(__file__).stem} 1", "args": json.dumps(asdict(args)), "params": params}
+        model = {"format": f"{Path(__file__).stem} 1", "args": json.dumps(asdict(args))}
+        model["params"] = jax.device_get(params)
         write_whole(run_dir / "model.msgpack", flax.serialization.msgpack_serialize(model))
     if args.eval_episodes:
         returns = evaluate(args, network.apply, params, eval_key, run_dir)

@@ -12,12 +12,13 @@ ICML 2018.
           ▲     (EnvPool, policy)                                                                     │
           └──────────── copy of the live parameters after the SGD step ───────────────────────────────┘
 
-All of the algorithm is here: V-trace targets and policy gradient, losses summed over the batch, RMSProp, the shallow
-and the deep network. Deliberately different from the paper:
+All of the algorithm is here: V-trace targets and policy gradient, losses summed over the batch, RMSProp. Deliberately
+different from the paper:
   1. Actors batch their environments' inference; the paper's step one environment each, on a CPU of their own.
   2. A time limit is not a death: it bootstraps. EnvPool's dummy row after an end is masked out of everything.
-  3. No LSTM, as in the paper's Atari experiments; the residual network is theirs, up to its initialisation.
-  4. RMSProp's mean square starts at 0 (TensorFlow's started at 1, which only slows the first hundred steps).
+  3. The shallow network has two convolutions, like IMPACT's (the paper's three: --network nature; its deep one:
+     --network resnet), and all are initialised orthogonally.
+  4. RMSProp's mean square starts at 0, where TensorFlow's started at 1.
   5. --num-minibatches splits a rollout by environments for more, smaller SGD steps (small machines).
 
     python impala_atari.py --env-id Pong-v5                          one CPU or one GPU
@@ -35,7 +36,6 @@ if metadata.version("jaxlib").startswith(("0.10.", "0.12.")) and YNN_FLAG not in
     os.environ["XLA_FLAGS"] = f"{YNN_FLAG} {os.environ.get('XLA_FLAGS', '')}".strip()
 
 import json
-import operator
 import queue
 import shutil
 import signal
@@ -135,6 +135,8 @@ class Args:
             if type(x) in (int, float) and not low <= x <= high:  # NaN does not hold either
                 at_least = "above 0" if 0 < low < 1 else f"at least {low}"
                 refuse(f"--{name.replace('_', '-')} {x}: must be {at_least} and at most {high:,}")
+        if not self.distributed and (self.coordinator_address, self.num_processes, self.process_id) != (None,) * 3:
+            refuse("--coordinator-address, --num-processes, --process-id: need --distributed")
         if self.capture_video and not self.eval_episodes:
             refuse("--capture-video: films an evaluated game, so --eval-episodes must be above 0")
         num_devices = len(self.learner_devices)
@@ -146,11 +148,11 @@ class Args:
 
 
 # --- environment ------------------------------------------------------------------------------------------------------
-def make_env(args: Args, num_envs: int, entropy: tuple[int, ...], training: bool = True):
+def make_env(args: Args, num_envs: int, entropy: tuple[int, ...], render: bool = False):
     """EnvPool's vector of one Atari game: observations `[num_envs, 4, frame, frame]` uint8, the oldest frame first.
 
-    Outside training a lost life ends nothing. The seeds are drawn from `entropy`: EnvPool would give environment i
-    seed + i, and two runs with neighbouring seeds would share nearly all of their games."""
+    The seeds are drawn from `entropy`: EnvPool would give environment i seed + i, and two runs with neighbouring seeds
+    would share nearly all of their games."""
     if args.env_id not in envpool.list_all_envs():
         refuse(f"--env-id {args.env_id}: unknown to EnvPool; Atari games are called Pong-v5, SpaceInvaders-v5, ...")
     seeds = np.random.SeedSequence(entropy).generate_state(num_envs) >> 1
@@ -158,9 +160,9 @@ def make_env(args: Args, num_envs: int, entropy: tuple[int, ...], training: bool
         env = envpool.make(
             args.env_id, env_type="gymnasium", num_envs=num_envs, num_threads=min(num_envs, os.cpu_count() or 1),
             seed=seeds.tolist(), img_height=args.frame_size, img_width=args.frame_size, stack_num=4, gray_scale=True,
-            episodic_life=args.episodic_life and training, repeat_action_probability=args.repeat_action_probability,
+            episodic_life=args.episodic_life, repeat_action_probability=args.repeat_action_probability,
             max_episode_steps=args.max_episode_steps, reward_clip=True,  # info["reward"] stays unclipped
-            render_mode="rgb_array" if args.capture_video and not training else None,
+            render_mode="rgb_array" if render else None,
         )  # fmt: skip
         if hasattr(env.action_space, "n"):  # discrete
             return env
@@ -269,9 +271,8 @@ def impala_loss(params, state: TrainState, rollout: Rollout, args: Args) -> tupl
     logits, value = state.apply_fn(params, rollout.obs.reshape(B * (T + 1), *rollout.obs.shape[2:]))
     logits, value = logits.reshape(B, T + 1, -1)[:, :T], value.reshape(B, T + 1)
 
-    # Masked rows are overwritten before any arithmetic: a NaN in one would return through the gradient of a product.
-    logp_worker = jnp.where(mask, rollout.logp, 0.0)
-    logp = log_prob(logits, rollout.action)
+    # Targets and advantages are constants to the gradient, and what masked rows hold is overwritten: it may be NaN.
+    logp, logp_worker = log_prob(logits, rollout.action), jnp.where(mask, rollout.logp, 0.0)
     one_env = partial(v_trace, rho_bar=args.rho_bar, c_bar=args.c_bar)
     fixed = jax.lax.stop_gradient((value, rollout.reward, rollout.discount, rollout.cut, logp - logp_worker))
     value_target, advantage = (jnp.where(mask, x, 0.0) for x in jax.vmap(one_env)(*fixed))
@@ -289,9 +290,9 @@ def impala_loss(params, state: TrainState, rollout: Rollout, args: Args) -> tupl
     log_w = (logp - logp_worker).clip(max=20.0)  # worker to live
     metrics["approx_kl"] = masked_mean(jnp.expm1(log_w) - log_w, mask)
     metrics["ratio"] = masked_mean(jnp.exp(log_w), mask)
-    metrics["clipfrac"] = masked_mean(log_w > jnp.log(args.rho_bar), mask)
-    left = variance(value_target - value[:, :T])
-    metrics["explained_variance"] = 1 - left / jnp.maximum(variance(value_target), 1e-8)
+    metrics["clipfrac"] = masked_mean(log_w > np.log(args.rho_bar) + 1e-3, mask)  # not by rounding alone
+    unexplained = variance(value_target - value[:, :T])
+    metrics["explained_variance"] = 1 - unexplained / jnp.maximum(variance(value_target), 1e-8)
     return loss, {f"losses/{name}": value for name, value in metrics.items()}
 
 
@@ -402,8 +403,8 @@ class Logger:
         if args.track:
             import wandb
 
-            names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": run_dir.name}
-            self.wandb = wandb.init(config=asdict(args), **names)
+            names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "id": run_dir.name}
+            self.wandb = wandb.init(config=asdict(args), name=run_dir.name, resume="allow", **names)
 
     def log(self, step: int, metrics: dict[str, float]):
         for name, value in metrics.items():
@@ -470,9 +471,10 @@ def load_checkpoint(args: Args) -> tuple[Args, dict]:
 
 def evaluate(args: Args, apply_fn: Callable, params, key: jax.Array, run_dir: Path | None) -> np.ndarray:
     """Unclipped returns of whole games, actions sampled: the first game of each of `eval_episodes` fresh environments,
-    so that short games are not over-represented. Writes a GIF of one (its first 3,000 steps) if asked for."""
+    so that short games are not over-represented. They are those of training: a policy that never had to serve the ball
+    after a lost life would otherwise stand still there. Writes a GIF of one (its first 3,000 steps) if asked for."""
     n = args.eval_episodes
-    env = make_env(args, n, (args.seed, 2**31), training=False)
+    env = make_env(args, n, (args.seed, 2**31), render=args.capture_video)
     (obs, _), returns, over, frames, step = env.reset(), np.zeros(n), np.zeros(n, bool), [], 0
     while not over.all():
         if args.capture_video and run_dir and not over[0] and step < 3000:
@@ -491,7 +493,7 @@ def evaluate(args: Args, apply_fn: Callable, params, key: jax.Array, run_dir: Pa
 # --- main -------------------------------------------------------------------------------------------------------------
 def main(args: Args) -> dict:
     """Trains, evaluates, saves. Returns final_return (mean of the last 20 games), eval_return, global_step, run_dir."""
-    progress, checkpoint = {"global_step": 0, "wall_seconds": 0.0}, None
+    progress, checkpoint = {"global_step": 0, "wall_seconds": 0.0, "last_returns": []}, None
     if args.resume:
         args, checkpoint = load_checkpoint(args)
         progress = checkpoint["progress"]
@@ -556,25 +558,9 @@ def main(args: Args) -> dict:
               f"{limit} steps = {4 * limit} frames, up to 30 no-ops, fire on reset, a lost life ends {life}, "
               f"sticky actions {args.repeat_action_probability}, rewards clipped for learning only\n"
               f"plan         {args.num_actors} x {args.num_envs} environments, learner on {mesh.size} x "
-              f"{local[0].device_kind}, {num_rollouts} x {rollout_steps} steps, from {global_step}")  # fmt: skip
-    pending, last_returns = defaultdict(list), deque(maxlen=20)
-
-    def take_oldest() -> list[Rollout]:
-        """From the queue to the learner's devices, one for each SGD step; without concurrency the actors act first."""
-        start = time.time()
-        while not args.concurrency and exchange.rollouts.qsize() <= args.queue_size:
-            workers.append(workers.pop(0))
-            exchange.act(workers[-1])
-        rollout, metrics, behaviour_sgd_steps = exchange.take()
-        last_returns.extend(metrics["charts/episodic_return"])
-        metrics["charts/policy_lag"].append(sgd_steps - behaviour_sgd_steps)
-        metrics["time/learner_queue_get"].append(time.time() - start)
-        for name, values in metrics.items():
-            pending[name] += values
-        # Each process holds its own environments' rows; together they are one array, sharded over all learner devices.
-        shares = [slice(i, None, args.num_minibatches) for i in range(args.num_minibatches)]
-        minibatches = [jax.tree.map(operator.itemgetter(share), rollout) for share in shares]
-        return jax.tree.map(partial(jax.make_array_from_process_local_data, by_env), minibatches)
+              f"{local[0].device_kind}, {num_rollouts} x {rollout_steps} steps, from {global_step}"
+              f"{' (resumed: the environments begin new games)' if checkpoint else ''}")  # fmt: skip
+    pending, last_returns = defaultdict(list), deque(progress["last_returns"], maxlen=20)
 
     # --- learn, until the end or the first Ctrl-C (or SIGTERM); a second one does not wait for the SGD steps ---
     interrupted, stop = threading.Event(), False
@@ -590,11 +576,24 @@ def main(args: Args) -> dict:
         for thread in threads if args.concurrency else ():
             thread.start()
         while rollouts < num_rollouts and not stop:
-            minibatches, start = take_oldest(), time.time()
-            for minibatch in minibatches:
-                state, metrics = sgd_step(state, minibatch, impala_loss, args)
+            start = time.time()
+            while not args.concurrency and exchange.rollouts.qsize() <= args.queue_size:  # the actors act by turns
+                workers.append(workers.pop(0))
+                exchange.act(workers[-1])
+            rollout, metrics, behaviour_sgd_steps = exchange.take()
+            last_returns.extend(metrics["charts/episodic_return"])
+            metrics["charts/policy_lag"].append(sgd_steps - behaviour_sgd_steps)
+            metrics["time/learner_queue_get"].append(time.time() - start)
+            for name, values in metrics.items():
+                pending[name] += values
+            start = time.time()
+            for i in range(args.num_minibatches):
+                # Every process holds rows of its own environments; together they are one array, over all devices.
+                share = jax.tree.map(lambda x: x[i :: args.num_minibatches], rollout)  # noqa: B023
+                share = jax.tree.map(partial(jax.make_array_from_process_local_data, by_env), share)
+                state, losses = sgd_step(state, share, impala_loss, args)
                 sgd_steps += 1
-                for name, value in metrics.items():
+                for name, value in losses.items():
                     pending[name].append(value)
             exchange.publish(state.params, sgd_steps, actor_device)
             pending["time/learner_update"].append(time.time() - start)
@@ -614,11 +613,11 @@ def main(args: Args) -> dict:
                     good = run_dir / "checkpoint.msgpack" if run_dir else Path()
                     good = f"last good checkpoint: {good}" if good.is_file() else "no checkpoint was saved before"
                     refuse(f"{bad[0]} is not finite at step {global_step}, so the run stopped without saving; {good}; "
-                           "a lower --learning-rate may help", code=1)  # fmt: skip
+                           "a new run with a lower --learning-rate may help", code=1)  # fmt: skip
                 speed = (global_step - logged_step) / (time.time() - logged_at)
                 logged_at, logged_step = time.time(), global_step
                 means |= {"charts/SPS": speed, "charts/learning_rate": float(rate(sgd_steps))}
-                if last_returns:
+                if len(last_returns) == 20:
                     means["charts/episodic_return_20"] = float(np.mean(last_returns))
                 if logger:
                     logger.log(global_step, means)
@@ -628,7 +627,8 @@ def main(args: Args) -> dict:
                           f"{means['charts/policy_lag']:3.0f}   value loss {means['losses/value_loss']:7.4f}   entropy "
                           f"{means['losses/entropy']:5.3f}   {left:4.0f} min left", flush=True)  # fmt: skip
             if save_now and logger:
-                progress |= {"global_step": global_step, "wall_seconds": time.time() - logger.started}
+                progress |= {"global_step": global_step, "last_returns": list(last_returns)}
+                progress["wall_seconds"] = time.time() - logger.started
                 save_checkpoint(run_dir, state, progress)
     except BaseException:
         if args.distributed:  # an orderly exit would wait minutes for the other processes
@@ -650,9 +650,10 @@ def main(args: Args) -> dict:
         if logger:
             print(f"interrupted at step {global_step}; continue with --resume {run_dir}")
         return result
-    params = jax.device_get(jax.tree.map(lambda x: x.addressable_data(0), state.params))
+    params = jax.tree.map(lambda x: x.addressable_data(0), state.params)
     if args.save_model and logger:
-        model = {"format": f"{Path(__file__).stem} 1", "args": json.dumps(asdict(args)), "params": params}
+        model = {"format": f"{Path(__file__).stem} 1", "args": json.dumps(asdict(args))}
+        model["params"] = jax.device_get(params)
         write_whole(run_dir / "model.msgpack", flax.serialization.msgpack_serialize(model))
     if args.eval_episodes:
         returns = evaluate(args, network.apply, params, eval_key, run_dir)

@@ -30,7 +30,7 @@ SETTINGS = dict(
 
 
 def one_run(kind, ratio: str, seed: int) -> dict[str, float]:
-    script.make_env = lambda args, num_envs, entropy, training=True: kind(
+    script.make_env = lambda args, num_envs, entropy, render=False: kind(
         num_envs, args.frame_size, int(np.random.SeedSequence(entropy).generate_state(1)[0])
     )
     with tempfile.TemporaryDirectory() as runs_dir, contextlib.redirect_stdout(io.StringIO()):

@@ -132,7 +132,7 @@ class Catch(MicroEnv):
 def install(monkeypatch, script, kind: type[MicroEnv]):
     """Lets `script.main` play `kind` instead of an Atari game."""
 
-    def make_env(args, num_envs, entropy, training=True):
+    def make_env(args, num_envs, entropy, render=False):
         return kind(num_envs, args.frame_size, int(np.random.SeedSequence(entropy).generate_state(1)[0]))
 
     monkeypatch.setattr(script, "make_env", make_env)

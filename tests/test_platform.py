@@ -44,7 +44,8 @@ def test_a_lost_life_terminates_but_is_not_the_end_of_the_game():
     rows = play(make_env(Args(env_id="Breakout-v5"), 8, (1,)), 800, lambda rng: rng.integers(0, 4, 8))[1:]
     ends, games = sum(row[3].sum() for row in rows), sum(row[5].sum() for row in rows)
     assert games >= 5 and 4 * games <= ends <= 5 * games + 5 * 8  # five lives
-    rows = play(make_env(Args(env_id="Breakout-v5"), 8, (1,), training=False), 800, lambda rng: rng.integers(0, 4, 8))
+    whole_games = make_env(Args(env_id="Breakout-v5", episodic_life=False), 8, (1,))
+    rows = play(whole_games, 800, lambda rng: rng.integers(0, 4, 8))
     assert sum(row[3].sum() for row in rows[1:]) == sum(row[5].sum() for row in rows[1:]) >= 5
 
 

@@ -12,7 +12,7 @@ from traces import CLOSE, dirty, log_softmax, random_columns, random_trace, slow
 
 import impact_atari
 import ppo_atari as script
-from ppo_atari import Args, Batch, Rollout, TrainState, gae, ppo_loss
+from ppo_atari import Args, EvaluatedRollout, Rollout, TrainState, gae, ppo_loss
 
 
 def tiny_state(params, tx=None):
@@ -158,7 +158,7 @@ def test_main_is_synchronous_and_visits_every_row_once_an_epoch(monkeypatch, tmp
         log.append(("played by", np.array(jax.tree.leaves(params)[0])))
         return rollout(worker, params)
 
-    def spy_learn(state, batch: Batch, rows, loss_fn, args):
+    def spy_learn(state, batch: EvaluatedRollout, rows, loss_fn, args):
         assert rows.shape == (3 * 2, 4, 4)
         for epoch in rows.reshape(3, 2, 4, 4):
             np.testing.assert_array_equal(np.sort(epoch.swapaxes(0, 1).reshape(4, 8)), np.tile(np.arange(8), (4, 1)))
