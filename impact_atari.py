@@ -227,10 +227,10 @@ class ActorCritic(nn.Module):
 class Rollout:
     """T steps of B environments. Row t: obs_t, action_t, and what the step with action_t returned."""
 
-    obs: jax.Array  # [B, T+1, 4, H, W] uint8; the last one is for bootstrapping only
-    action: jax.Array  # [B, T]
-    logp: jax.Array  # [B, T] log pi_worker(action | obs), stored when acting
-    reward: jax.Array  # [B, T] clipped to [-1, 1]
+    obs: jax.Array  # [B, T+1, ...]; the last one is for bootstrapping only
+    action: jax.Array  # [B, T, ...]
+    logp: jax.Array  # [B, T] log-probability of the action for the policy that took it
+    reward: jax.Array  # [B, T] as learnt from: clipped or scaled
     discount: jax.Array  # [B, T] gamma, or 0 at a termination
     cut: jax.Array  # [B, T] the episode ends here, by termination or time limit: no recursion beyond
     mask: jax.Array  # [B, T] False on the dummy row after an end
@@ -488,13 +488,13 @@ class Exchange:
         copy = jax.tree.map(lambda x: jnp.copy(x.addressable_data(0)), params)
         self.published = jax.block_until_ready(jax.device_put(copy, device)), sgd_steps  # syncs, or actors would wait
 
-    def act(self, worker: Worker):
+    def act(self, worker):
         """One rollout with the newest parameters, into the queue."""
         params, sgd_steps = self.published
         self.rollouts.put((*worker.rollout(params), sgd_steps))
 
-    def take(self) -> tuple[Rollout, dict[str, list[float]], int]:
-        """The oldest waiting rollout, its metrics, its parameters' SGD steps; raises what an actor thread died of."""
+    def take(self) -> tuple:
+        """What the oldest waiting rollout consists of, and its parameters' SGD steps; raises what an actor died of."""
         while self.error is None:
             try:
                 waiting = self.rollouts.get(timeout=0.2)
@@ -505,7 +505,7 @@ class Exchange:
         raise self.error
 
 
-def actor_thread(worker: Worker, exchange: Exchange):
+def actor_thread(worker, exchange: Exchange):
     """Acts until told to stop. What goes wrong here reaches the learner through the exchange."""
     try:
         while not exchange.stop.is_set():

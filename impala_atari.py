@@ -95,7 +95,7 @@ class Args:
     # --- environment ---
     env_id: str = "Pong-v5"  # EnvPool's name of the game
     num_envs: int = 32  # B, environments of each actor thread; a rollout of num_steps in each is a train batch
-    frame_size: Literal[84, 42] = 84  # height and width of a frame in pixels (42: cheap, and the author's for Pong)
+    frame_size: Literal[84, 42] = 84  # height and width of a frame in pixels (42: four times cheaper)
     episodic_life: bool = True  # a lost life ends a training episode (returns are always those of whole games)
     repeat_action_probability: float = 0.0  # probability that the emulator repeats the last action (sticky actions)
     max_episode_steps: int = 27_000  # time limit of a game in environment steps (27,000 = 108,000 frames)
@@ -219,10 +219,10 @@ class ActorCritic(nn.Module):
 class Rollout:
     """T steps of B environments. Row t: obs_t, action_t, and what the step with action_t returned."""
 
-    obs: jax.Array  # [B, T+1, 4, H, W] uint8; the last one is for bootstrapping only
-    action: jax.Array  # [B, T]
-    logp: jax.Array  # [B, T] log pi_worker(action | obs), stored when acting
-    reward: jax.Array  # [B, T] clipped to [-1, 1]
+    obs: jax.Array  # [B, T+1, ...]; the last one is for bootstrapping only
+    action: jax.Array  # [B, T, ...]
+    logp: jax.Array  # [B, T] log-probability of the action for the policy that took it
+    reward: jax.Array  # [B, T] as learnt from: clipped or scaled
     discount: jax.Array  # [B, T] gamma, or 0 at a termination
     cut: jax.Array  # [B, T] the episode ends here, by termination or time limit: no recursion beyond
     mask: jax.Array  # [B, T] False on the dummy row after an end
@@ -362,13 +362,13 @@ class Exchange:
         copy = jax.tree.map(lambda x: jnp.copy(x.addressable_data(0)), params)
         self.published = jax.block_until_ready(jax.device_put(copy, device)), sgd_steps  # syncs, or actors would wait
 
-    def act(self, worker: Worker):
+    def act(self, worker):
         """One rollout with the newest parameters, into the queue."""
         params, sgd_steps = self.published
         self.rollouts.put((*worker.rollout(params), sgd_steps))
 
-    def take(self) -> tuple[Rollout, dict[str, list[float]], int]:
-        """The oldest waiting rollout, its metrics, its parameters' SGD steps; raises what an actor thread died of."""
+    def take(self) -> tuple:
+        """What the oldest waiting rollout consists of, and its parameters' SGD steps; raises what an actor died of."""
         while self.error is None:
             try:
                 waiting = self.rollouts.get(timeout=0.2)
@@ -379,7 +379,7 @@ class Exchange:
         raise self.error
 
 
-def actor_thread(worker: Worker, exchange: Exchange):
+def actor_thread(worker, exchange: Exchange):
     """Acts until told to stop. What goes wrong here reaches the learner through the exchange."""
     try:
         while not exchange.stop.is_set():
@@ -589,7 +589,7 @@ def main(args: Args) -> dict:
             start = time.time()
             for i in range(args.num_minibatches):
                 # Every process holds rows of its own environments; together they are one array, over all devices.
-                share = jax.tree.map(lambda x: x[i :: args.num_minibatches], rollout)  # noqa: B023
+                share = jax.tree.map(lambda x, i=i: x[i :: args.num_minibatches], rollout)
                 share = jax.tree.map(partial(jax.make_array_from_process_local_data, by_env), share)
                 state, losses = sgd_step(state, share, impala_loss, args)
                 sgd_steps += 1

@@ -96,7 +96,7 @@ class Args:
     # --- environment ---
     env_id: str = "Pong-v5"  # EnvPool's name of the game
     num_envs: int = 8  # B, environments of each process; a rollout of num_steps in each is a train batch
-    frame_size: Literal[84, 42] = 84  # height and width of a frame in pixels (42: cheap, and the author's for Pong)
+    frame_size: Literal[84, 42] = 84  # height and width of a frame in pixels (42: four times cheaper)
     episodic_life: bool = True  # a lost life ends a training episode (returns are always those of whole games)
     repeat_action_probability: float = 0.0  # probability that the emulator repeats the last action (sticky actions)
     max_episode_steps: int = 27_000  # time limit of a game in environment steps (27,000 = 108,000 frames)
@@ -218,10 +218,10 @@ class ActorCritic(nn.Module):
 class Rollout:
     """T steps of B environments. Row t: obs_t, action_t, and what the step with action_t returned."""
 
-    obs: jax.Array  # [B, T+1, 4, H, W] uint8; the last one is for bootstrapping only
-    action: jax.Array  # [B, T]
-    logp: jax.Array  # [B, T] log pi_worker(action | obs), stored when acting
-    reward: jax.Array  # [B, T] clipped to [-1, 1]
+    obs: jax.Array  # [B, T+1, ...]; the last one is for bootstrapping only
+    action: jax.Array  # [B, T, ...]
+    logp: jax.Array  # [B, T] log-probability of the action for the policy that took it
+    reward: jax.Array  # [B, T] as learnt from: clipped or scaled
     discount: jax.Array  # [B, T] gamma, or 0 at a termination
     cut: jax.Array  # [B, T] the episode ends here, by termination or time limit: no recursion beyond
     mask: jax.Array  # [B, T] False on the dummy row after an end

@@ -15,7 +15,10 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for the processes that run this file as a script
+import impact_atari
 import impact_atari as script
+import impala_atari
+import ppo_atari
 from impact_atari import ActorCritic, Args, Rollout, TrainState
 
 ARGS = Args(frame_size=42, num_envs=8, num_steps=6, num_minibatches=2, norm_adv=True, kl_coef=0.5)
@@ -88,11 +91,12 @@ def test_two_processes_compute_the_single_device_update(single, tmp_path):
         assert_equal(dict(np.load(tmp_path / f"update{i}.npz")), single)
 
 
-def test_two_processes_train_pong_and_only_one_writes(tmp_path):
+@pytest.mark.parametrize("script", [impact_atari, impala_atari, ppo_atari], ids=lambda module: module.__name__)
+def test_two_processes_train_pong_and_only_one_writes(script, tmp_path):
     outputs = two_processes(
         [sys.executable, script.__file__, "--distributed", "--frame-size", "42", "--num-envs", "4", "--num-steps", "8",
          "--total-timesteps", "640", "--log-every", "64", "--eval-episodes", "1", "--max-episode-steps", "50",
-         "--runs-dir", str(tmp_path)]
+         "--network", "shallow", "--runs-dir", str(tmp_path)]
     )  # fmt: skip
     (run_dir,) = tmp_path.iterdir()
     assert "640" in outputs[0] and "step " not in outputs[1]
@@ -100,18 +104,22 @@ def test_two_processes_train_pong_and_only_one_writes(tmp_path):
     assert (run_dir / "metrics.csv").read_text().splitlines()[-1].startswith("640,")
 
 
-def test_main_on_two_devices_trains_what_it_trains_on_one(monkeypatch, tmp_path):
-    learn, params = script.learn, {}
+@pytest.mark.parametrize("script", [impact_atari, impala_atari, ppo_atari], ids=lambda module: module.__name__)
+def test_main_on_two_devices_trains_what_it_trains_on_one(script, monkeypatch, tmp_path):
+    sgd_step, params = script.sgd_step, {}
+    by_turns = {} if script is ppo_atari else {"concurrency": False}
     for devices in ((0,), (0, 1)):
 
-        def spy(state, batch, rows, loss_fn, args, devices=devices):
-            assert len(batch.rollout.obs.sharding.device_set) == len(devices)
-            assert batch.rollout.obs.addressable_shards[0].data.shape[0] == 4 // len(devices)
-            return learn(state, batch, rows, loss_fn, args)
+        def spy(state, batch, loss_fn, args, devices=devices):
+            (obs,) = (x for x in jax.tree.leaves(batch) if x.dtype == np.uint8)
+            assert len(obs.sharding.device_set) == len(devices)
+            assert len(obs.addressable_shards[0].data) == len(obs) // len(devices)
+            return sgd_step(state, batch, loss_fn, args)
 
-        monkeypatch.setattr(script, "learn", spy)
-        args = Args(frame_size=42, num_envs=4, num_steps=8, num_minibatches=2, total_timesteps=128, eval_episodes=0,
-                    concurrency=False, learner_devices=devices, runs_dir=str(tmp_path / str(len(devices))))  # fmt: skip
+        monkeypatch.setattr(script, "sgd_step", spy)
+        args = script.Args(frame_size=42, num_envs=4, num_steps=8, num_minibatches=2, total_timesteps=128,
+                           eval_episodes=0, network="shallow", learner_devices=devices,
+                           runs_dir=str(tmp_path / str(len(devices))), **by_turns)  # fmt: skip
         result = script.main(args)
         assert result["global_step"] == 128
         model = flax.serialization.msgpack_restore((result["run_dir"] / "model.msgpack").read_bytes())

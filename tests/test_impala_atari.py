@@ -48,18 +48,18 @@ def test_v_trace_equals_the_slow_loop(rho_bar, c_bar):
             np.testing.assert_allclose(fast, slow, **CLOSE)
 
 
-@pytest.mark.parametrize("rho_bar, c_bar", [(1.0, 1.0), (2.0, 1.0)])
-def test_v_trace_equals_rlax(rho_bar, c_bar):
-    """rlax knows no truncations, so the traces have terminations only, some of them on the edge."""
+@pytest.mark.parametrize("rho_bar", [1.0, 2.0])
+def test_v_trace_equals_rlax(rho_bar):
+    """rlax knows no truncations and no other c_bar than 1; the traces have terminations only, some on the edge."""
     rlax = pytest.importorskip("rlax")
     rng = np.random.default_rng(1)
     for _ in range(10):
         value, reward, discount, _, log_w = random_trace(rng)
-        target, advantage = v_trace(value, reward, discount, discount == 0, log_w, rho_bar, c_bar)
+        target, advantage = v_trace(value, reward, discount, discount == 0, log_w, rho_bar, c_bar=1.0)
         theirs = rlax.vtrace_td_error_and_advantage(
             jnp.array(value[:-1]), jnp.array(value[1:]), jnp.array(reward), jnp.array(discount), jnp.exp(log_w),
             clip_rho_threshold=rho_bar, clip_pg_rho_threshold=rho_bar,
-        ) if c_bar == 1.0 else None  # fmt: skip
+        )  # fmt: skip
         np.testing.assert_allclose(target - value[:-1], theirs.errors, **CLOSE)
         np.testing.assert_allclose(advantage, theirs.pg_advantage, **CLOSE)
 
@@ -157,6 +157,7 @@ def test_rmsprop_is_the_papers(monkeypatch, tmp_path):
     sgd_step, seen = script.sgd_step, []
 
     def spy(state, batch, loss_fn, args):
+        batch = batch.replace(reward=500.0 * batch.reward)  # so that the clip acts
         before = jax.tree.map(np.array, state.params)
         grads = jax.tree.map(np.array, jax.grad(loss_fn, has_aux=True)(state.params, state, batch, args)[0])
         state, metrics = sgd_step(state, batch, loss_fn, args)
@@ -169,6 +170,7 @@ def test_rmsprop_is_the_papers(monkeypatch, tmp_path):
     mean_square = jax.tree.map(np.zeros_like, seen[0][0])
     for i, (before, grads, after) in enumerate(seen):
         norm = np.sqrt(sum((g.astype(np.float64) ** 2).sum() for g in jax.tree.leaves(grads)))
+        assert norm > 100
         grads = jax.tree.map(lambda g, norm=norm: g * min(1.0, 40 / norm), grads)
         mean_square = jax.tree.map(lambda m, g: 0.99 * m + 0.01 * g**2, mean_square, grads)
         rate = 6e-4 * (1 - i / 2)

@@ -1,0 +1,106 @@
+"""The evidence's own code: what ends a run, what is kept of it, and what the report reads off."""
+
+import csv
+import importlib
+import json
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+import tyro
+
+BENCHMARK = Path(__file__).resolve().parent.parent / "benchmark"
+sys.path.insert(0, str(BENCHMARK))
+import compare
+import keep
+import report
+
+
+def fake_run(folder: Path, curve: list[float], script="ppo_atari", env_id="Breakout-v5", seed=1, seconds=10.0) -> Path:
+    """A run folder whose 20-game mean is logged every 20,000 steps."""
+    folder.mkdir(parents=True)
+    (folder / "args.json").write_text(json.dumps({"env_id": env_id, "seed": seed, "runs_dir": "elsewhere"}))
+    (folder / "versions.json").write_text(json.dumps({"git_commit": "abc", "cpus": 2, "device": "cpu", "jax": "1"}))
+    (folder / f"{script}.py").touch()
+    rows = ["global_step,wall_seconds,metric,value"]
+    for i, value in enumerate(curve, 1):
+        row = f"{20_000 * i},{seconds * i}"
+        rows += [f"{row},charts/episodic_return_20,{value}", f"{row},charts/SPS,2000", f"{row},losses/entropy,1.0"]
+    (folder / "metrics.csv").write_text("\n".join(rows) + "\n")
+    return folder
+
+
+def test_one_lucky_game_does_not_end_a_run(tmp_path):
+    assert not compare.arrived(fake_run(tmp_path / "a", [10, 33, 33, 33, 33, 12, 31]), 30)
+    lasting = fake_run(tmp_path / "b", [10, 33, 12, 30, 31, 40, 35, 30.5])
+    assert compare.arrived(lasting, 30)
+    with (lasting / "metrics.csv").open("a") as file:
+        file.write("180000,90.0,charts/episodic_ret")  # being written just now
+    assert compare.arrived(lasting, 30) and not compare.arrived(lasting, 31)
+
+
+@pytest.mark.parametrize("script", compare.SETTINGS)
+@pytest.mark.parametrize("env_id", ["Pong-v5", "Breakout-v5"])
+def test_the_compared_settings_are_flags_and_share_what_they_can(script, env_id):
+    def read(name):
+        flags = compare.flags_of(compare.Compare(env_id=env_id, extra="--no-track"), name, seed=7)
+        return tyro.cli(importlib.import_module(name).Args, args=shlex.split(flags))
+
+    own, ppo = read(script), read("ppo_atari")
+    assert own.env_id == env_id and own.seed == 7 and own.total_timesteps == 3_000_000
+    shared = "network frame_size num_envs num_steps num_minibatches vf_coef ent_coef gamma anneal_lr episodic_life"
+    shared += "" if script == "impala_atari" else " learning_rate gae_lambda clip_coef norm_adv max_grad_norm"
+    for name in shared.split():
+        assert getattr(own, name) == getattr(ppo, name), name
+
+
+def test_a_run_with_other_flags_is_not_taken_for_this_one(tmp_path):
+    folder = tmp_path / "compare" / "ppo_atari" / "Breakout-v5__ppo_atari__1__7"
+    fake_run(folder, [1.0])
+    (folder / "checkpoint.msgpack").touch()
+    with pytest.raises(SystemExit, match="other flags"):
+        compare.run(compare.Compare(runs_dir=str(tmp_path)), "ppo_atari", 1)
+
+
+def test_keep_keeps_every_point_of_the_curve_and_no_path(tmp_path, monkeypatch):
+    monkeypatch.setattr(keep, "__file__", str(tmp_path / "benchmark" / "keep.py"))
+    curve = [float(i % 50) for i in range(250)]
+    keep.main(str(fake_run(tmp_path / "run", curve)), "compare", "python ppo_atari.py", "a note", 30)
+    target = tmp_path / "benchmark/results/ppo_atari/Breakout-v5__compare__1.csv"
+    rows = list(csv.DictReader(target.open()))
+    assert len(rows) <= 500 and list(rows[0]) == ["global_step", "wall_seconds", "metric", "value"]
+    assert [float(r["value"]) for r in rows if r["metric"] == "charts/episodic_return_20"] == curve
+    facts = json.loads(target.with_suffix(".json").read_text())
+    assert facts["threshold"] == 30 and facts["commit"] == "abc" and facts["steps"] == 5_000_000
+    assert facts["command"] == "python ppo_atari.py" and "elsewhere" not in json.dumps(facts)
+
+
+def test_report_reads_off_the_thresholds_and_draws(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(keep, "__file__", str(tmp_path / "keep.py"))
+    curves = {
+        ("impact_atari", 1): [1, 40, 2, 30, 31, 32, 33, 34],
+        ("impact_atari", 2): [1, 2, 3, 4, 30, 31, 32, 33, 34],
+        ("impala_atari", 1): [1, 2, 3, 4, 5, 6, 7, 30, 31, 32, 33, 34],
+        ("ppo_atari", 1): [1, 2, 3],
+    }
+    for (script, seed), curve in curves.items():
+        folder = tmp_path / f"{script}{seed}"
+        keep.main(str(fake_run(folder, curve, script, seed=seed, seconds=60.0)), "compare", "", "", 30)
+    keep.main(str(fake_run(tmp_path / "ablation", [1, 2], "impact_atari")), "ablation-target")
+    capsys.readouterr()
+    report.main(tmp_path / "results", tmp_path / "figures")
+    out = capsys.readouterr().out
+    assert "| Breakout-v5 +30 | `impact_atari` | once | 2 of 2 | 0.07 (0.04 to 0.10) | 3.5 (2.0 to 5.0) |" in out
+    assert "| Breakout-v5 +30 | `impact_atari` | lasting | 2 of 2 | 0.09 (0.08 to 0.10) | 4.5 (4.0 to 5.0) |" in out
+    assert "| Breakout-v5 +30 | `impala_atari` | lasting | 1 of 1 | 0.16 | 8.0 |" in out
+    assert "| Breakout-v5 +30 | `ppo_atari` | lasting | 0 of 1 | - | - |" in out
+    assert f"IMPACT / IMPALA: {4.5 / 8:.2f}" in out
+    assert {path.name for path in (tmp_path / "figures").iterdir()} == {
+        "compare__Breakout-v5.png", "ablation__Breakout-v5.png"}  # fmt: skip
+
+
+def test_report_redraws_the_committed_figures(tmp_path):
+    report.main(BENCHMARK / "results", tmp_path)
+    drawn, committed = ({path.name for path in folder.iterdir()} for folder in (tmp_path, BENCHMARK / "figures"))
+    assert drawn == committed
