@@ -420,7 +420,7 @@ class Logger:
             import wandb
 
             names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "id": run_dir.name}
-            self.wandb = wandb.init(config=asdict(args), name=run_dir.name, resume="allow", **names)
+            self.wandb = wandb.init(config=asdict(args), resume="allow", reinit="finish_previous", **names)
 
     def log(self, step: int, metrics: dict[str, float]):
         for name, value in metrics.items():

@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 # Settings for a small machine. What two scripts share is set alike in both.
 SHARED = "--network shallow --num-envs 32 --num-steps 32 --num-minibatches 4 --log-every 20000"
-ADAM = "--clip-coef 0.2 --norm-adv --vf-coef 0.5 --max-grad-norm 0.5"
+ADAM = "--norm-adv --vf-coef 0.5 --max-grad-norm 0.5"
 SETTINGS = {
     "ppo_atari": f"{SHARED} {ADAM} --update-epochs 3",
     "impact_atari": f"{SHARED} {ADAM} --passes 3 --queue-size 0",
@@ -40,8 +40,8 @@ SETTINGS = {
 }
 # Pong is easy to see on 42 x 42 pixels; Breakout's ball would be one faint one. A rally of Pong outlasts lambda = .95.
 FRAMES = {"Pong-v5": "--frame-size 42"}
-PPO_AND_IMPACT = {"Pong-v5": "--learning-rate 1e-3 --gae-lambda 1.0"}
-ELSEWHERE = "--learning-rate 5e-4 --gae-lambda 0.95"
+PPO_AND_IMPACT = {"Pong-v5": "--learning-rate 1e-3 --clip-coef 0.2 --gae-lambda 1.0"}
+ELSEWHERE = "--learning-rate 2.5e-4 --clip-coef 0.1 --gae-lambda 0.95"
 
 
 @dataclass(frozen=True)

@@ -95,13 +95,13 @@ def test_two_processes_compute_the_single_device_update(single, tmp_path):
 def test_two_processes_train_pong_and_only_one_writes(script, tmp_path):
     outputs = two_processes(
         [sys.executable, script.__file__, "--distributed", "--frame-size", "42", "--num-envs", "4", "--num-steps", "8",
-         "--total-timesteps", "640", "--log-every", "64", "--eval-episodes", "1", "--max-episode-steps", "50",
+         "--total-timesteps", "320", "--log-every", "64", "--eval-episodes", "1", "--max-episode-steps", "50",
          "--network", "shallow", "--runs-dir", str(tmp_path)]
     )  # fmt: skip
     (run_dir,) = tmp_path.iterdir()
-    assert "640" in outputs[0] and "step " not in outputs[1]
+    assert "320" in outputs[0] and "step " not in outputs[1]
     assert (run_dir / "model.msgpack").exists()
-    assert (run_dir / "metrics.csv").read_text().splitlines()[-1].startswith("640,")
+    assert (run_dir / "metrics.csv").read_text().splitlines()[-1].startswith("320,")
 
 
 @pytest.mark.parametrize("script", [impact_atari, impala_atari, ppo_atari], ids=lambda module: module.__name__)
