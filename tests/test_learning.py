@@ -103,7 +103,8 @@ def test_learns_an_action_that_depends_on_the_observation(script, monkeypatch, t
 
 
 def test_learns_a_small_game(script, monkeypatch, tmp_path):
-    settings = dict(frame_size=84 if script is impact_atari else 42, total_timesteps=128 * 200, gamma=0.99, eval_episodes=50, ent_coef=0.03)
+    frame = 84 if script is impact_atari else 42
+    settings = dict(frame_size=frame, total_timesteps=128 * 200, gamma=0.99, eval_episodes=50, ent_coef=0.03)
     assert run(script, monkeypatch, tmp_path, Catch, **settings)["eval_return"] > 0.6  # chance is about -0.6
 
 
