@@ -30,18 +30,14 @@ import tyro
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-# Settings for a small machine. What two scripts share is set alike in both.
-SHARED = "--network shallow --num-envs 32 --num-steps 32 --num-minibatches 4 --log-every 20000"
-ADAM = "--norm-adv --vf-coef 0.5 --max-grad-norm 0.5"
+# Settings for a small machine, the same for every game. What two scripts share is set alike in both.
+SHARED = "--network shallow --frame-size 42 --num-envs 32 --num-steps 32 --num-minibatches 4 --log-every 20000"
+ADAM = "--learning-rate 1e-3 --clip-coef 0.2 --gae-lambda 1.0 --norm-adv --vf-coef 0.5 --max-grad-norm 0.5"
 SETTINGS = {
     "ppo_atari": f"{SHARED} {ADAM} --update-epochs 3",
     "impact_atari": f"{SHARED} {ADAM} --passes 3 --queue-size 0",
     "impala_atari": f"{SHARED} --learning-rate 1e-3 --rms-eps 1e-4 --queue-size 0",
 }
-# Pong is easy to see on 42 x 42 pixels; Breakout's ball would be one faint one. A rally of Pong outlasts lambda = .95.
-FRAMES = {"Pong-v5": "--frame-size 42"}
-PPO_AND_IMPACT = {"Pong-v5": "--learning-rate 1e-3 --clip-coef 0.2 --gae-lambda 1.0"}
-ELSEWHERE = "--learning-rate 2.5e-4 --clip-coef 0.1 --gae-lambda 0.95"
 
 
 @dataclass(frozen=True)
@@ -60,9 +56,7 @@ class Compare:
 
 def flags_of(compare: Compare, script: str, seed: int) -> str:
     flags = f"--env-id {compare.env_id} --seed {seed} --total-timesteps {compare.total_timesteps} {SETTINGS[script]}"
-    if script != "impala_atari":
-        flags += f" {PPO_AND_IMPACT.get(compare.env_id, ELSEWHERE)}"
-    return " ".join([flags, FRAMES.get(compare.env_id, "--frame-size 84"), compare.extra]).strip()
+    return f"{flags} {compare.extra}".strip()
 
 
 def settings(args: dict) -> dict:
