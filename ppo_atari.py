@@ -125,8 +125,7 @@ class Args:
     process_id: int | None = None  # index of this process, likewise
 
     def __post_init__(self):
-        may_be_0 = "seed eval_episodes vf_coef ent_coef gamma gae_lambda process_id"
-        may_be_0 += " repeat_action_probability"
+        may_be_0 = "seed eval_episodes vf_coef ent_coef gamma gae_lambda process_id repeat_action_probability"
         for name, x in asdict(self).items():
             low = 0 if name in may_be_0.split() else 1e-12
             high = 1 if name in ("gamma", "gae_lambda", "repeat_action_probability") else 10**9

@@ -274,6 +274,15 @@ def test_main_visits_swaps_and_caches_as_specified(monkeypatch, tmp_path, N, K, 
         assert (events[i][1] != events[i - 1][1]).any() == (i in swaps)
 
 
+@pytest.mark.parametrize("B, T", [(8, 1), (8, 8), (8, 33), (3, 129), (100, 20)])
+def test_frames_in_pieces_are_frames_at_once(B, T):
+    """One piece, several, a short last one, more than 64 environments: every frame's output stands at its own place."""
+    rng = np.random.default_rng(11)
+    params, obs = tiny_params(rng), rng.integers(0, 256, (B, T, 1, 2, 3), dtype=np.uint8)
+    at_once = jax.tree.map(lambda x: x.reshape(B, T, *x.shape[1:]), tiny_apply(params, obs.reshape(-1, 1, 2, 3)))
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), script.forward(tiny_apply, params, obs), at_once)
+
+
 def test_rows_are_dealt_evenly_and_each_exactly_once():
     args = Args(num_steps=12, num_minibatches=3)
     rows = script.deal_rows(np.random.default_rng(0), 4, 5, args)
