@@ -420,6 +420,7 @@ class Logger:
 
             names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "id": run_dir.name}
             self.wandb = wandb.init(config=asdict(args), resume="allow", reinit="finish_previous", **names)
+            self.wandb.define_metric("*", step_metric="global_step")
 
     def log(self, step: int, metrics: dict[str, float]):
         for name, value in metrics.items():
@@ -427,7 +428,7 @@ class Logger:
             self.tensorboard.add_scalar(name, value, step)
         self.csv.flush()
         if self.wandb:
-            self.wandb.log(metrics, step=step)
+            self.wandb.log(metrics | {"global_step": step})
 
 
 def make_run_dir(args: Args) -> Path:
@@ -462,22 +463,30 @@ def save_checkpoint(run_dir: Path, state, progress: dict):
     write_whole(run_dir / "checkpoint.msgpack", zlib.crc32(data).to_bytes(4, "big") + data)
 
 
-def load_checkpoint(args: Args) -> tuple[Args, dict]:
-    """The settings and the checkpoint of the run to resume; refuses a missing, damaged or foreign one.
-
-    The run keeps its settings. A flag set to something else than its default is refused, not ignored."""
-    run_dir, of_the_process = Path(args.resume), ("resume", "coordinator_address", "num_processes", "process_id")
+def read_checkpoint(flag: str, folder: str) -> tuple[dict, dict]:
+    """Arguments and checkpoint of a run of this script; refuses a missing, damaged or foreign one."""
+    run_dir = Path(folder)
     try:
         saved, data = json.loads((run_dir / "args.json").read_text()), (run_dir / "checkpoint.msgpack").read_bytes()
-        saved["learner_devices"] = tuple(saved["learner_devices"])
-        resumed = Args(**saved | {name: getattr(args, name) for name in of_the_process})
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        refuse(f"--resume {run_dir}: cannot read its args.json and checkpoint.msgpack ({error!r}); name a run's folder")
+    except (OSError, ValueError) as error:
+        refuse(f"{flag} {run_dir}: cannot read its args.json and checkpoint.msgpack ({error!r}); name a run's folder")
     if zlib.crc32(data[4:]).to_bytes(4, "big") != data[:4]:
-        refuse(f"--resume {run_dir}: checkpoint.msgpack is damaged; restore it from a copy, or start a new run")
+        refuse(f"{flag} {run_dir}: checkpoint.msgpack is damaged; restore it from a copy, or start a new run")
     checkpoint = flax.serialization.msgpack_restore(data[4:])
     if checkpoint["script"] != Path(__file__).stem:
-        refuse(f"--resume {run_dir}: it is a run of {checkpoint['script']}.py; resume it with that script")
+        refuse(f"{flag} {run_dir}: it is a run of {checkpoint['script']}.py; name one of this script")
+    return {name: tuple(x) if isinstance(x, list) else x for name, x in saved.items()}, checkpoint
+
+
+def load_checkpoint(args: Args) -> tuple[Args, dict]:
+    """The settings and the checkpoint of the run to resume. It keeps its settings: a flag set to something else than
+    its default is refused, not ignored."""
+    saved, checkpoint = read_checkpoint("--resume", args.resume)
+    of_the_process = {"resume", "coordinator_address", "num_processes", "process_id"} & asdict(args).keys()
+    try:
+        resumed = Args(**saved | {name: getattr(args, name) for name in of_the_process})
+    except TypeError as error:
+        refuse(f"--resume {args.resume}: its args.json has other fields than this script's ({error}); start a new run")
     for name, given in asdict(args).items():
         if name not in of_the_process and given not in (getattr(Args, name), getattr(resumed, name)):
             refuse(f"--{name.replace('_', '-')} {given}: a resumed run keeps its settings; leave the flag out")

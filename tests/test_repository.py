@@ -75,7 +75,7 @@ def test_readme_commands_parse():
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
 def test_help_shows_flags_with_units(path):
     out = subprocess.run([sys.executable, str(path), "--help"], capture_output=True, text=True).stdout
-    for word in ("--total-timesteps", "environment steps", "--learner-devices", "--vf-coef", "pixels"):
+    for word in ("--total-timesteps", "environment steps", "--runs-dir", "--resume", "seed of", "weight"):
         assert word in out
 
 
