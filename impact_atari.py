@@ -420,10 +420,11 @@ def learn(state, batch, rows: np.ndarray, loss_fn: Callable, args: Args) -> tupl
 
 
 @partial(jax.jit, static_argnames=("args", "update_target"), donate_argnames="state")
-def end_generation(state: TrainState, kl: jax.Array, args: Args, update_target: bool) -> TrainState:
-    """Target <- live, and the author's rule for the weight of the KL term, given the mean KL of the last round."""
+def end_generation(state: TrainState, kls: tuple, args: Args, update_target: bool) -> TrainState:
+    """Target <- live, and the author's rule for the weight of the KL term, given the KLs of each slot's last visits."""
+    kl = jnp.mean(jnp.concatenate([jnp.ravel(x) for x in kls])[-args.buffer_size * args.num_minibatches :])
     factor = jnp.where(kl > 2 * args.kl_target, 1.5, jnp.where(kl < args.kl_target / 2, 0.5, 1.0))
-    kl_coef = jnp.maximum(state.kl_coef * factor, 1e-6 * args.kl_coef)  # never so small that it could not come back
+    kl_coef = jnp.maximum(state.kl_coef * factor, 1e-2 * args.kl_coef)  # never so small that it could not come back
     if not update_target:
         return state.replace(kl_coef=kl_coef)
     # A copy: live and target parameters are both donated, so they must not share memory.
@@ -474,7 +475,8 @@ class Exchange:
     """What actor threads and learner share: a bounded queue, the newest parameters, and a way to stop each other.
 
     The bound counts rollouts from their beginning: an actor that finds no room waits before it reads the parameters,
-    not after it has used them. So the policy lag is no longer than the rollouts in flight."""
+    not after it has used them. So the policy lag is no longer than the rollouts in flight. The learner takes the oldest
+    and makes room for another when that one is to begin."""
 
     def __init__(self, max_in_flight: int):
         self.rollouts, self.room = queue.SimpleQueue(), threading.Semaphore(max_in_flight)
@@ -497,9 +499,7 @@ class Exchange:
         """What the oldest waiting rollout consists of, and its parameters' SGD steps; raises what an actor died of."""
         while self.error is None:
             try:
-                waiting = self.rollouts.get(timeout=0.2)
-                self.room.release()
-                return waiting
+                return self.rollouts.get(timeout=0.2)
             except queue.Empty:
                 continue
         raise self.error
@@ -639,7 +639,10 @@ def main(args: Args) -> dict:
     # --- devices: each process has its own; the learner's devices of all processes form one mesh ---
     if args.distributed:
         where = (args.coordinator_address, args.num_processes, args.process_id)
-        jax.distributed.initialize(*where, heartbeat_timeout_seconds=20)  # when a process dies, the others end soon
+        try:
+            jax.distributed.initialize(*where, heartbeat_timeout_seconds=20)  # when a process dies, the others end soon
+        except (ValueError, RuntimeError) as error:
+            refuse(f"--distributed: {error}; name --coordinator-address, --num-processes and --process-id")
     local = jax.local_devices()
     if max(*args.learner_devices, args.actor_device) >= len(local):
         refuse(f"--learner-devices, --actor-device: only {len(local)} devices here, 0 to {len(local) - 1}")
@@ -676,7 +679,7 @@ def main(args: Args) -> dict:
     generation = global_step // generation_steps
 
     # --- actors; a resumed run plays new games, since the generation is part of their seeds ---
-    exchange, workers = Exchange(args.num_actors + args.queue_size), []
+    exchange, workers = Exchange(args.buffer_size - 1 + args.num_actors + args.queue_size), []
     exchange.publish(state.params, sgd_steps, actor_device)
     for i in range(args.num_actors):
         entropy = (args.seed, jax.process_index(), i, generation)
@@ -728,12 +731,15 @@ def main(args: Args) -> dict:
     old_handlers = {s: signal.signal(s, interrupt) for s in (signal.SIGINT, signal.SIGTERM)} if in_main else {}
     # A single slot's K visits follow one another: one call of the learner, if nothing changes between them.
     visits = args.passes if args.buffer_size == 1 and args.value_target == "target" else 1
+    every = args.passes // visits  # calls from one rollout's beginning to the next: N in all, evenly over a generation
     logged_at, logged_step = time.time(), global_step
     try:
         for thread in threads if args.concurrency else ():
             thread.start()
         while generation < num_generations and not stop:
-            for batch in traverse(take_oldest, args.buffer_size, args.passes // visits):
+            for visit, batch in enumerate(traverse(take_oldest, args.buffer_size, every)):
+                if visit % every == 0:
+                    exchange.room.release()
                 start = time.time()
                 rng = np.random.default_rng((args.seed, sgd_steps))  # so a resumed run goes on with the same stream
                 if args.value_target == "live":
@@ -741,14 +747,15 @@ def main(args: Args) -> dict:
                 rows = deal_rows(rng, visits, len(batch.rollout.action), args)
                 state, metrics = learn(state, batch, rows, impact_loss, args)
                 sgd_steps += visits * args.num_minibatches
-                exchange.publish(state.params, sgd_steps, actor_device)
-                last_kls.append(metrics["losses/kl_target_live"][-args.num_minibatches :].mean())
+                if (visit + 1) % every == 0:
+                    exchange.publish(state.params, sgd_steps, actor_device)
+                last_kls.append(metrics["losses/kl_target_live"])
                 for name, value in (metrics | {"time/learner_update": time.time() - start}).items():
                     pending[name].append(value)
             generation += 1
             global_step = generation * generation_steps
             update_target = generation % args.target_period == 0
-            state = end_generation(state, sum(last_kls) / len(last_kls), args, update_target)
+            state = end_generation(state, tuple(last_kls), args, update_target)
             stop = interrupted.is_set()
             if args.distributed:  # all processes leave the loop together: any that stayed would wait for ever
                 stop = bool(multihost_utils.process_allgather(np.array(stop)).any())
@@ -780,10 +787,11 @@ def main(args: Args) -> dict:
                 progress |= {"global_step": global_step, "last_returns": list(last_returns)}
                 progress["wall_seconds"] = time.time() - logger.started
                 save_checkpoint(run_dir, state, progress)
-    except BaseException:
+    except BaseException as error:
         if args.distributed:  # an orderly exit would wait minutes for the other processes
-            traceback.print_exc()
-            os._exit(1)
+            if not isinstance(error, SystemExit):
+                traceback.print_exc()
+            os._exit(getattr(error, "code", 1))
         raise
     finally:
         exchange.stop.set()

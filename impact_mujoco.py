@@ -19,7 +19,8 @@ the KL penalty with its adaptive weight. Deliberately different from the paper o
   2. The time limit is not a death: it bootstraps. EnvPool's dummy row after an end is masked out of everything.
   3. The normaliser is frozen for each rollout, and rollouts hold normalised observations: so worker, target and live
      policy see the same input, and their ratio is 1 when their parameters are.
-  4. Batches are small by default, for budgets of 1 to 10 million steps. The paper's scale is in the README.
+  4. Generations are short by default, 2,048 steps, for budgets of 1 to 10 million: the target, hence the trust region,
+     moves once in each. The paper's scale (N = 16, half a million steps) is in the README.
   5. Rewards are divided by the running standard deviation of the discounted return (--no-scale-reward).
 
     python impact_mujoco.py --env-id HalfCheetah-v4                  one CPU or one GPU
@@ -39,8 +40,8 @@ import time
 import traceback
 import zlib
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, astuple, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -93,14 +94,14 @@ class Args:
     scale_reward: bool = True  # divide rewards by the running standard deviation of the discounted return, same clip
 
     # --- algorithm ---
-    free_log_std: bool = False  # log-std is a parameter for each action dimension, not an output of the network
+    free_log_std: bool = True  # log-std is a parameter for each action dimension; otherwise an output of the network
     learning_rate: float = 3e-4  # step size of Adam
     anneal_lr: bool = True  # lower the step size linearly to 0 over the planned SGD steps
     gamma: float = 0.99  # discount per environment step
     gae_lambda: float = 0.95  # lambda of V-GAE
     num_steps: int = 32  # T, environment steps of each environment in a rollout
     num_minibatches: int = 1  # SGD steps per visit of a train batch, each on an equal share of each environment's rows
-    buffer_size: int = 16  # N, slots of the circular buffer, in train batches
+    buffer_size: int = 4  # N, slots of the circular buffer, in train batches (the paper, with a long budget: 16)
     passes: int = 20  # K, visits of each train batch
     target_period: int = 1  # generations (of N*K visits) between two updates of the target network
     ratio: Literal["impact", "target", "worker"] = "impact"  # pi / max(pi_tgt, pi_w / rho), pi / pi_tgt, or pi / pi_w
@@ -153,12 +154,13 @@ def make_task(args: Args, num_envs: int, entropy: tuple[int, ...], render: bool 
     if args.env_id not in envpool.list_all_envs():
         refuse(f"--env-id {args.env_id}: unknown to EnvPool; tasks are called HalfCheetah-v4, HumanoidRun-v1, ...")
     seeds = np.random.SeedSequence(entropy).generate_state(num_envs) >> 1
+    threads = max(1, min(num_envs, (os.cpu_count() or 1) // args.num_actors))
     env = envpool.make(
-        args.env_id, env_type="gymnasium", num_envs=num_envs, num_threads=min(num_envs, os.cpu_count() or 1),
-        seed=seeds.tolist(), **({"render_mode": "rgb_array"} if render else {}),
+        args.env_id, env_type="gymnasium", num_envs=num_envs, num_threads=threads, seed=seeds.tolist(),
+        **({"render_mode": "rgb_array"} if render else {}),
     )  # fmt: skip
     if not hasattr(env.action_space, "low"):
-        refuse(f"--env-id {args.env_id}: has discrete actions; use a task with continuous ones, or impact_atari.py")
+        refuse(f"--env-id {args.env_id}: has discrete actions; use a task with one Box of actions, or impact_atari.py")
     return env
 
 
@@ -186,28 +188,39 @@ def step_task(env, action: np.ndarray) -> tuple[np.ndarray, ...]:
 
 
 # --- normaliser -------------------------------------------------------------------------------------------------------
-@dataclass(frozen=True)
+@flax.struct.dataclass
 class Moments:
-    """Count, mean and summed squared deviation of everything seen: `[D]` or a scalar, float64."""
+    """Count, mean and summed squared deviation of everything seen: scalar, `[D]` and `[D]` (or scalars), float64."""
 
-    count: float
+    count: np.ndarray
     mean: np.ndarray
     m2: np.ndarray
 
     @staticmethod
     def of(x: np.ndarray) -> "Moments":
-        """Of the rows of x, `[n, D]` or `[n]`."""
-        mean = x.mean(0, dtype=np.float64)
-        return Moments(float(len(x)), mean, ((x - mean) ** 2).sum(0))
+        """Of the rows of x, `[n, D]` or `[n]`; n may be 0."""
+        x = np.asarray(x, np.float64)
+        mean = x.sum(0) / max(len(x), 1)
+        return Moments(np.float64(len(x)), mean, ((x - mean) ** 2).sum(0))
 
     def merge(self, other: "Moments") -> "Moments":
         """Of both together (Chan, Golub and LeVeque, 1979)."""
         count, delta = self.count + other.count, other.mean - self.mean
-        mean = self.mean + delta * (other.count / count)
-        return Moments(count, mean, self.m2 + other.m2 + delta**2 * (self.count * other.count / count))
+        share = other.count / max(count, 1.0)
+        return Moments(count, self.mean + delta * share, self.m2 + other.m2 + delta**2 * self.count * share)
 
     def std(self) -> np.ndarray:
         return np.sqrt(self.m2 / self.count + 1e-8) if self.count else np.ones_like(self.m2)
+
+
+def gather_moments(seen):
+    """Moments of every process, a list of what each has. As 32-bit words, since JAX would round float64 to float32."""
+    leaves, tree = jax.tree.flatten(seen)
+    words = multihost_utils.process_allgather([np.atleast_1d(leaf).view(np.uint32) for leaf in leaves])
+    return [
+        tree.unflatten(np.array(x[p]).view(np.float64).reshape(leaf.shape) for x, leaf in zip(words, leaves))
+        for p in range(jax.process_count())
+    ]
 
 
 def normalise(obs: np.ndarray, mean: np.ndarray, std: np.ndarray) -> np.ndarray:
@@ -235,7 +248,7 @@ class GaussianActorCritic(nn.Module):
             policy = outputs, jnp.broadcast_to(log_std, outputs.shape)
         else:
             mean, log_std = jnp.split(outputs, 2, axis=-1)
-            policy = mean, log_std
+            policy = mean, log_std.clip(-5.0, 2.0)  # or it could run away, and take the density with it
         return policy, layers((256, 256, 1), obs, 1.0).squeeze(-1)
 
 
@@ -268,19 +281,6 @@ class TrainState(train_state.TrainState):
 
     target_params: Any
     kl_coef: jax.Array  # weight of KL(target || live)
-
-
-def traverse(take_oldest: Callable[[], Any], num_slots: int, passes: int) -> Iterator[Any]:
-    """One generation of the circular buffer C(N, K): N batches are taken in the first round, each is visited K times.
-
-    The slots fill in the first round and expire together after the last, so no batch outlives the generation: there the
-    target network may change without making the evaluations stored in the slots stale."""
-    slots = [None] * num_slots
-    for visited in range(passes):
-        for i in range(num_slots):
-            if visited == 0:
-                slots[i] = take_oldest()
-            yield slots[i]
 
 
 # --- the mathematics --------------------------------------------------------------------------------------------------
@@ -379,18 +379,26 @@ def gaussian_impact_loss(params, state: TrainState, batch: EvaluatedBatch, args:
 
 
 # --- learner ----------------------------------------------------------------------------------------------------------
-@partial(jax.jit, static_argnames="args")
-def target_evaluation(state: TrainState, rollout: Rollout, args: Args) -> EvaluatedBatch:
-    """On a batch's first visit: policy and advantages by the target network (or advantages by the live critic)."""
-    T = rollout.mask.shape[1]
-    policy, value = state.apply_fn(state.target_params, rollout.obs)
-    policy = jax.tree.map(lambda x: x[:, :T], policy)
-    if args.value_target == "live":
-        _, value = state.apply_fn(state.params, rollout.obs)
-    log_w = gaussian_log_prob(policy, rollout.action) - rollout.logp  # target over worker, never live over worker
+def evaluated(rollout: Rollout, target_policy, value: jax.Array, args: Args) -> EvaluatedBatch:
+    """Advantages and value targets from values `[B, T+1]`; always with target over worker, never live over worker."""
+    log_w = gaussian_log_prob(target_policy, rollout.action) - rollout.logp
     one_env = partial(v_gae, lambda_=args.gae_lambda)
     returned = jax.vmap(one_env)(value, rollout.reward, rollout.discount, rollout.cut, log_w)
-    return EvaluatedBatch(rollout, policy, *returned)
+    return EvaluatedBatch(rollout, target_policy, *returned)
+
+
+@partial(jax.jit, static_argnames="args")
+def target_evaluation(state: TrainState, rollout: Rollout, args: Args) -> EvaluatedBatch:
+    """The target network evaluates a new batch. That holds for all K visits: the target changes only after the last."""
+    policy, value = state.apply_fn(state.target_params, rollout.obs)
+    return evaluated(rollout, jax.tree.map(lambda x: x[:, :-1], policy), value, args)
+
+
+@partial(jax.jit, static_argnames="args")
+def live_evaluation(state: TrainState, batch: EvaluatedBatch, args: Args) -> EvaluatedBatch:
+    """--value-target live: before each visit the live critic computes advantages and value targets anew."""
+    _, value = state.apply_fn(state.params, batch.rollout.obs)
+    return evaluated(batch.rollout, batch.target_policy, value, args)
 
 
 def deal_rows(rng: np.random.Generator, visits: int, num_envs: int, args: Args) -> np.ndarray:
@@ -416,16 +424,34 @@ def sgd_step(state, batch, loss_fn: Callable, args: Args) -> tuple[Any, dict]:
     return state.apply_gradients(grads=grads), metrics | {"losses/grad_norm": optax.tree.norm(grads)}
 
 
-@partial(jax.jit, static_argnames=("loss_fn", "args"), donate_argnames="state")
-def sgd_steps_in_one_call(state, batch, rows: jax.Array, loss_fn: Callable, args: Args) -> tuple[Any, dict]:
-    return jax.lax.scan(lambda state, rows: sgd_step(state, take_rows(batch, rows), loss_fn, args), state, rows)
+@jax.jit
+def fill_buffer(*batches: EvaluatedBatch) -> EvaluatedBatch:
+    """The N slots of the circular buffer as one, `[N, B, T, ...]`."""
+    return jax.tree.map(lambda *x: jnp.stack(x), *batches)
+
+
+@partial(jax.jit, static_argnames="args", donate_argnames="state")
+def visit(state: TrainState, slots: EvaluatedBatch, order: jax.Array, rows: jax.Array, args: Args):
+    """SGD steps on one slot after another: step i on the rows `rows[i]` `[B, n]` of slot `order[i]`."""
+
+    def step(state, which):
+        slot, rows = which
+        batch = jax.tree.map(lambda x: x[slot], slots)
+        if args.value_target == "live":  # before each visit anew
+            batch = live_evaluation(state, batch, args)
+        if args.num_minibatches > 1:
+            batch = take_rows(batch, rows)
+        return sgd_step(state, batch, gaussian_impact_loss, args)
+
+    return jax.lax.scan(step, state, (order, rows))
 
 
 @partial(jax.jit, static_argnames=("args", "update_target"), donate_argnames="state")
-def end_generation(state: TrainState, kl: jax.Array, args: Args, update_target: bool) -> TrainState:
-    """Target <- live, and the author's rule for the weight of the KL term, given the mean KL of the last round."""
+def end_generation(state: TrainState, kls: tuple, args: Args, update_target: bool) -> TrainState:
+    """Target <- live, and the author's rule for the weight of the KL term, given the KLs of each slot's last visits."""
+    kl = jnp.mean(jnp.concatenate([jnp.ravel(x) for x in kls])[-args.buffer_size * args.num_minibatches :])
     factor = jnp.where(kl > 2 * args.kl_target, 1.5, jnp.where(kl < args.kl_target / 2, 0.5, 1.0))
-    kl_coef = jnp.maximum(state.kl_coef * factor, 1e-6 * args.kl_coef)  # never so small that it could not come back
+    kl_coef = jnp.maximum(state.kl_coef * factor, 1e-2 * args.kl_coef)  # never so small that it could not come back
     if not update_target:
         return state.replace(kl_coef=kl_coef)
     # A copy: live and target parameters are both donated, so they must not share memory.
@@ -457,13 +483,16 @@ class TaskWorker:
         observations and discounted returns seen, metrics."""
         params, scales = published
         mean, std, reward_std = jax.device_get(scales)
-        rows, raw, returns, metrics, inference, start = [], [self.obs], [], defaultdict(list), 0.0, time.time()
+        rows, seen, returns, metrics, inference, start = [], [], [], defaultdict(list), 0.0, time.time()
         normalised = normalise(self.obs, mean, std)
         for _ in range(self.args.num_steps):
             asked = time.time()
             sampled = sample_action(self.apply_fn, params, normalised, self.key, self.steps)
             action, logp = jax.device_get(sampled)  # sync
             inference += time.time() - asked
+            if not np.isfinite(action).all():
+                refuse("the policy's actions are not finite, learning diverged; try a lower --learning-rate", code=1)
+            seen.append(self.obs[~self.ended])
             obs, reward, terminated, truncated = step_task(self.env, action)
             discount = np.where(terminated, 0.0, self.args.gamma).astype(np.float32)
             scaled = (reward / reward_std).clip(-10.0, 10.0) if self.args.scale_reward else reward
@@ -475,13 +504,12 @@ class TaskWorker:
             metrics["charts/episodic_return"] += self.episode_return[ended].tolist()
             metrics["charts/episodic_length"] += self.episode_length[ended].tolist()
             self.episode_return[ended], self.episode_length[ended] = 0, 0
-            raw.append(obs)
             returns.append(self.discounted[~self.ended])
             self.obs, self.ended, self.steps = obs, ended, self.steps + 1
             normalised = normalise(obs, mean, std)
         obs, *columns = zip(*rows)
         rollout = Rollout(np.stack([*obs, normalised], 1), *(np.stack(column, 1) for column in columns))
-        moments = Moments.of(np.concatenate(raw[:-1])), Moments.of(np.concatenate(returns))
+        moments = Moments.of(np.concatenate(seen)), Moments.of(np.concatenate(returns))
         metrics |= {"time/actor_rollout": [time.time() - start], "time/actor_inference": [inference]}
         return rollout, moments, metrics
 
@@ -490,7 +518,8 @@ class Exchange:
     """What actor threads and learner share: a bounded queue, the newest parameters, and a way to stop each other.
 
     The bound counts rollouts from their beginning: an actor that finds no room waits before it reads the parameters,
-    not after it has used them. So the policy lag is no longer than the rollouts in flight."""
+    not after it has used them. So the policy lag is no longer than the rollouts in flight. The learner takes the oldest
+    and makes room for another when that one is to begin."""
 
     def __init__(self, max_in_flight: int):
         self.rollouts, self.room = queue.SimpleQueue(), threading.Semaphore(max_in_flight)
@@ -513,9 +542,7 @@ class Exchange:
         """What the oldest waiting rollout consists of, and its parameters' SGD steps; raises what an actor died of."""
         while self.error is None:
             try:
-                waiting = self.rollouts.get(timeout=0.2)
-                self.room.release()
-                return waiting
+                return self.rollouts.get(timeout=0.2)
             except queue.Empty:
                 continue
         raise self.error
@@ -655,7 +682,10 @@ def main(args: Args) -> dict:
     # --- devices: each process has its own; the learner's devices of all processes form one mesh ---
     if args.distributed:
         where = (args.coordinator_address, args.num_processes, args.process_id)
-        jax.distributed.initialize(*where, heartbeat_timeout_seconds=20)  # when a process dies, the others end soon
+        try:
+            jax.distributed.initialize(*where, heartbeat_timeout_seconds=20)  # when a process dies, the others end soon
+        except (ValueError, RuntimeError) as error:
+            refuse(f"--distributed: {error}; name --coordinator-address, --num-processes and --process-id")
     local = jax.local_devices()
     if max(*args.learner_devices, args.actor_device) >= len(local):
         refuse(f"--learner-devices, --actor-device: only {len(local)} devices here, 0 to {len(local) - 1}")
@@ -695,17 +725,19 @@ def main(args: Args) -> dict:
     state = jax.device_put(jax.tree.map(np.array, state), replicated)
     global_step, sgd_steps = progress["global_step"], int(state.step)
     generation = global_step // generation_steps
-    moments = [Moments(0.0, np.zeros(shape), np.zeros(shape)) for shape in (example.shape[1:], ())]
-    if checkpoint:  # of observations and of discounted returns
-        moments = [Moments(*saved) for saved in progress["moments"]]
+    moments = Moments.of(example[:0]), Moments.of(example[:0, 0])  # of observations, of discounted returns
+    if checkpoint:
+        if "moments" not in progress:
+            refuse(f"--resume {args.resume}: its checkpoint has no normaliser; start a new run")
+        moments = flax.serialization.from_state_dict(moments, progress["moments"])
 
     def scales() -> tuple:
         """Mean and standard deviation of the observations, and the rewards' divisor, as the actors read them."""
         mean, std = (moments[0].mean, moments[0].std()) if args.norm_obs else (np.zeros(()), np.ones(()))
-        return jax.device_put(tuple(np.float32(x) for x in (mean, std, moments[1].std())), replicated)
+        return jax.device_put(tuple(np.float32(x) for x in (mean, std, moments[1].std())), actor_device)
 
     # --- actors; a resumed run plays new games, since the generation is part of their seeds ---
-    exchange, workers = Exchange(args.num_actors + args.queue_size), []
+    exchange, workers = Exchange(args.buffer_size - 1 + args.num_actors + args.queue_size), []
     exchange.publish((state.params, scales()), sgd_steps, actor_device)
     for i in range(args.num_actors):
         entropy = (args.seed, jax.process_index(), i, generation)
@@ -726,7 +758,7 @@ def main(args: Args) -> dict:
               f"plan         {args.num_actors} x {args.num_envs} environments, learner on {mesh.size} x "
               f"{local[0].device_kind}, {num_generations} x {generation_steps} steps, from {global_step}"
               f"{' (resumed: the environments begin new episodes)' if checkpoint else ''}")  # fmt: skip
-    pending, last_kls = defaultdict(list), deque(maxlen=args.buffer_size)
+    pending = defaultdict(list)
     last_returns = deque(progress["last_returns"], maxlen=20)
 
     def take_oldest() -> EvaluatedBatch:
@@ -737,13 +769,8 @@ def main(args: Args) -> dict:
             workers.append(workers.pop(0))
             exchange.act(workers[-1])
         rollout, seen, metrics, behaviour_sgd_steps = exchange.take()
-        seen = [astuple(one) for one in seen]
-        if args.distributed:  # all processes normalise alike
-            seen = multihost_utils.process_allgather(seen)
-        else:
-            seen = jax.tree.map(lambda x: np.asarray(x)[None], seen)
-        for p in range(jax.process_count()):
-            moments = [total.merge(Moments(*(x[p] for x in one))) for total, one in zip(moments, seen)]
+        for of_one_process in gather_moments(seen) if args.distributed else [seen]:  # all processes normalise alike
+            moments = tuple(map(Moments.merge, moments, of_one_process))
         last_returns.extend(metrics["charts/episodic_return"])
         metrics["charts/policy_lag"].append(sgd_steps - behaviour_sgd_steps)
         metrics["time/learner_queue_get"].append(time.time() - start)
@@ -762,29 +789,30 @@ def main(args: Args) -> dict:
 
     in_main = threading.current_thread() is threading.main_thread()
     old_handlers = {s: signal.signal(s, interrupt) for s in (signal.SIGINT, signal.SIGTERM)} if in_main else {}
-    # A single slot's K visits follow one another: one call of the learner, if nothing changes between them.
-    visits = args.passes if args.buffer_size == 1 and args.value_target == "target" else 1
     logged_at, logged_step = time.time(), global_step
     try:
         for thread in threads if args.concurrency else ():
             thread.start()
         while generation < num_generations and not stop:
-            for batch in traverse(take_oldest, args.buffer_size, args.passes // visits):
+            # C(N, K): the slots fill, are visited by turns, K times each, and expire together. Then the target changes, so
+            # it has evaluated all that is learned from. Meanwhile the actors play the next N batches, one per K visits.
+            slots, kls = fill_buffer(*(take_oldest() for _ in range(args.buffer_size))), []
+            for i in range(args.buffer_size):
+                exchange.room.release()
                 start = time.time()
                 rng = np.random.default_rng((args.seed, sgd_steps))  # so a resumed run goes on with the same stream
-                if args.value_target == "live":  # before each visit anew
-                    batch = target_evaluation(state, batch.rollout, args)
-                rows = deal_rows(rng, visits, len(batch.rollout.action), args)
-                state, metrics = sgd_steps_in_one_call(state, batch, rows, gaussian_impact_loss, args)
-                sgd_steps += visits * args.num_minibatches
+                rows = deal_rows(rng, args.passes, args.num_envs * jax.process_count(), args)
+                order = (i * args.passes + np.arange(args.passes)).repeat(args.num_minibatches) % args.buffer_size
+                state, metrics = visit(state, slots, order, rows, args)
+                sgd_steps += len(order)
                 exchange.publish((state.params, scales()), sgd_steps, actor_device)
-                last_kls.append(metrics["losses/kl_target_live"][-args.num_minibatches :].mean())
+                kls.append(metrics["losses/kl_target_live"])
                 for name, value in (metrics | {"time/learner_update": time.time() - start}).items():
                     pending[name].append(value)
             generation += 1
             global_step = generation * generation_steps
             update_target = generation % args.target_period == 0
-            state = end_generation(state, sum(last_kls) / len(last_kls), args, update_target)
+            state = end_generation(state, tuple(kls), args, update_target)
             stop = interrupted.is_set()
             if args.distributed:  # all processes leave the loop together: any that stayed would wait for ever
                 stop = bool(multihost_utils.process_allgather(np.array(stop)).any())
@@ -814,13 +842,14 @@ def main(args: Args) -> dict:
                           f"{means['losses/entropy']:5.3f}   {left:4.0f} min left", flush=True)  # fmt: skip
             if save_now and logger:
                 progress |= {"global_step": global_step, "last_returns": list(last_returns)}
-                progress["moments"] = [list(astuple(one)) for one in moments]
+                progress["moments"] = flax.serialization.to_state_dict(moments)
                 progress["wall_seconds"] = time.time() - logger.started
                 save_checkpoint(run_dir, state, progress)
-    except BaseException:
+    except BaseException as error:
         if args.distributed:  # an orderly exit would wait minutes for the other processes
-            traceback.print_exc()
-            os._exit(1)
+            if not isinstance(error, SystemExit):
+                traceback.print_exc()
+            os._exit(getattr(error, "code", 1))
         raise
     finally:
         exchange.stop.set()

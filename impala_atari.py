@@ -358,7 +358,8 @@ class Exchange:
     """What actor threads and learner share: a bounded queue, the newest parameters, and a way to stop each other.
 
     The bound counts rollouts from their beginning: an actor that finds no room waits before it reads the parameters,
-    not after it has used them. So the policy lag is no longer than the rollouts in flight."""
+    not after it has used them. So the policy lag is no longer than the rollouts in flight. The learner takes the oldest
+    and makes room for another when that one is to begin."""
 
     def __init__(self, max_in_flight: int):
         self.rollouts, self.room = queue.SimpleQueue(), threading.Semaphore(max_in_flight)
@@ -381,9 +382,7 @@ class Exchange:
         """What the oldest waiting rollout consists of, and its parameters' SGD steps; raises what an actor died of."""
         while self.error is None:
             try:
-                waiting = self.rollouts.get(timeout=0.2)
-                self.room.release()
-                return waiting
+                return self.rollouts.get(timeout=0.2)
             except queue.Empty:
                 continue
         raise self.error
@@ -523,7 +522,10 @@ def main(args: Args) -> dict:
     # --- devices: each process has its own; the learner's devices of all processes form one mesh ---
     if args.distributed:
         where = (args.coordinator_address, args.num_processes, args.process_id)
-        jax.distributed.initialize(*where, heartbeat_timeout_seconds=20)  # when a process dies, the others end soon
+        try:
+            jax.distributed.initialize(*where, heartbeat_timeout_seconds=20)  # when a process dies, the others end soon
+        except (ValueError, RuntimeError) as error:
+            refuse(f"--distributed: {error}; name --coordinator-address, --num-processes and --process-id")
     local = jax.local_devices()
     if max(*args.learner_devices, args.actor_device) >= len(local):
         refuse(f"--learner-devices, --actor-device: only {len(local)} devices here, 0 to {len(local) - 1}")
@@ -600,6 +602,7 @@ def main(args: Args) -> dict:
                 workers.append(workers.pop(0))
                 exchange.act(workers[-1])
             rollout, metrics, behaviour_sgd_steps = exchange.take()
+            exchange.room.release()
             last_returns.extend(metrics["charts/episodic_return"])
             metrics["charts/policy_lag"].append(sgd_steps - behaviour_sgd_steps)
             metrics["time/learner_queue_get"].append(time.time() - start)
@@ -649,10 +652,11 @@ def main(args: Args) -> dict:
                 progress |= {"global_step": global_step, "last_returns": list(last_returns)}
                 progress["wall_seconds"] = time.time() - logger.started
                 save_checkpoint(run_dir, state, progress)
-    except BaseException:
+    except BaseException as error:
         if args.distributed:  # an orderly exit would wait minutes for the other processes
-            traceback.print_exc()
-            os._exit(1)
+            if not isinstance(error, SystemExit):
+                traceback.print_exc()
+            os._exit(getattr(error, "code", 1))
         raise
     finally:
         exchange.stop.set()

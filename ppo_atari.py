@@ -528,7 +528,10 @@ def main(args: Args) -> dict:
     # --- devices: each process has its own; the learner's devices of all processes form one mesh ---
     if args.distributed:
         where = (args.coordinator_address, args.num_processes, args.process_id)
-        jax.distributed.initialize(*where, heartbeat_timeout_seconds=20)  # when a process dies, the others end soon
+        try:
+            jax.distributed.initialize(*where, heartbeat_timeout_seconds=20)  # when a process dies, the others end soon
+        except (ValueError, RuntimeError) as error:
+            refuse(f"--distributed: {error}; name --coordinator-address, --num-processes and --process-id")
     local = jax.local_devices()
     if max(args.learner_devices) >= len(local):
         refuse(f"--learner-devices: only {len(local)} devices here, 0 to {len(local) - 1}")
@@ -639,10 +642,11 @@ def main(args: Args) -> dict:
                 progress |= {"global_step": global_step, "last_returns": list(last_returns)}
                 progress["wall_seconds"] = time.time() - logger.started
                 save_checkpoint(run_dir, state, progress)
-    except BaseException:
+    except BaseException as error:
         if args.distributed:  # an orderly exit would wait minutes for the other processes
-            traceback.print_exc()
-            os._exit(1)
+            if not isinstance(error, SystemExit):
+                traceback.print_exc()
+            os._exit(getattr(error, "code", 1))
         raise
     finally:
         for s, handler in old_handlers.items():

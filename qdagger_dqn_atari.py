@@ -22,6 +22,8 @@ the teacher. Other workflows by flags: --teacher none (plain DQN), --finetune RU
   3. A time limit is not a death: the window ends there and bootstraps from the episode's last observation.
   4. The student's network is the VALID one of Mnih et al. (2015); Dopamine pads.
 
+It runs on one device, CPU or GPU, and imports the package teachers/ that lies beside it.
+
     python qdagger_dqn_atari.py --env-id Pong-v5                    with the bundled teacher
     python qdagger_dqn_atari.py --env-id Breakout-v5 --teacher runs/Breakout-v5__ppo_atari__1__1790000000
     python qdagger_dqn_atari.py --teacher none --save-replay        a DQN that can teach, with its data
@@ -104,7 +106,7 @@ class Args:
     teacher: str | None = None  # model file, run folder, hf://owner/repo/file, none (default: the bundled one)
     teacher_data: str | None = None  # folder of the teacher's replay (default: beside the teacher, or else collected)
     collect_steps: int = 1_000_000  # environment steps of teacher data: the newest of its replay, or collected
-    collect_epsilon: float = 0.4  # of the last environment that collects; evenly down to 0 in the first
+    collect_epsilon: float = 0.4  # of the first environment that collects; evenly down to 0 in the last
     offline_steps: int = 1_000_000  # updates of the offline phase (0: kickstarting)
     finetune: str | None = None  # run folder of this script whose weights, Adam state and replay to go on with
 
@@ -124,15 +126,15 @@ class Args:
     distill_coef: float = 3.0  # c, weight of the distillation loss
     temperature: float = 0.1  # tau of softmax(Q / tau), for the student and a value-based teacher
     epsilon: float = 0.01  # probability of a random action online
-    epsilon_decay_steps: int = 250_000  # environment steps from epsilon 1 to --epsilon, without a teacher only
+    epsilon_decay_steps: int = 250_000  # environment steps from epsilon 1 to --epsilon, if nothing was learned before
     eval_epsilon: float = 0.001  # probability of a random action in an evaluation
 
     # --- system ---
     updates_per_call: int = 50  # offline updates between two looks at the clock and at Ctrl-C; one call on a GPU
 
     def __post_init__(self):
-        may_be_0 = "seed total_timesteps offline_steps wean_steps distill_coef gamma learning_starts epsilon"
-        may_be_0 += " eval_epsilon eval_steps epsilon_decay_steps collect_epsilon learning_rate final_learning_rate"
+        may_be_0 = "seed total_timesteps offline_steps wean_steps distill_coef gamma epsilon eval_epsilon eval_steps"
+        may_be_0 += " epsilon_decay_steps collect_epsilon learning_rate final_learning_rate"
         for name, x in asdict(self).items():
             low = 0 if name in may_be_0.split() else 1e-12
             high = 1 if "epsilon" in name and "steps" not in name or name == "gamma" else 10**9
@@ -146,8 +148,12 @@ class Args:
             if getattr(self, name) < least:
                 flag = name.replace("_", "-")
                 refuse(f"--{flag} {getattr(self, name)}: must be at least {least}, a window in each environment")
-        if self.replay_capacity < self.learning_starts:
-            refuse(f"--replay-capacity {self.replay_capacity}: must be at least --learning-starts")
+        if self.final_learning_rate is not None and (self.finetune or self.teacher == "none"):
+            refuse("--final-learning-rate: is for after a teacher; without one, --learning-rate is all there is")
+        if self.replay_capacity // self.num_envs * self.num_envs < self.learning_starts:
+            refuse(
+                f"--replay-capacity {self.replay_capacity}: must be at least --learning-starts, rounded to --num-envs"
+            )
         frames = max(self.replay_capacity, self.collect_steps if self.teacher != "none" else 0)
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if frames * 84 * 84 > memory:
@@ -256,7 +262,7 @@ class ReplayBuffer:
 
     A row: the newest frame of s_t, a_t, and what the step with a_t returned. EnvPool's dummy row after an end keeps the
     episode's last frame, from which a time limit bootstraps; no transition starts there. States are rebuilt as EnvPool
-    stacks them: the first frame of an episode fills the stack."""
+    stacks them: the first frame of a game fills the stack, a lost life does not empty it."""
 
     def __init__(self, num_envs: int, rows: int, frame_shape: tuple[int, int], num_actions: int):
         self.frames = np.zeros((num_envs, rows, *frame_shape), np.uint8)  # takes its memory as it is written
@@ -266,36 +272,38 @@ class ReplayBuffer:
         self.history = np.zeros((num_envs, rows), np.int8)  # earlier frames of the same episode in the stack, at most 3
         self.starts = np.zeros((num_envs, rows), bool)  # a transition may start here
         self.teacher_policy = np.zeros((num_envs, rows, num_actions), np.float32)
-        self.begins, self.dummy = np.ones(num_envs, bool), np.zeros(num_envs, bool)  # what the next row is
+        # Around an end: its last step (over, unless it is a life's), the dummy row, the next game's first row (begins).
+        self.over, self.dummy, self.begins = *np.zeros((2, num_envs), bool), np.ones(num_envs, bool)
         self.written = 0  # rows, also those overwritten since
 
-    @classmethod
-    def of(cls, data: teachers.Replay, num_envs: int, n_step: int, num_actions: int) -> "ReplayBuffer":
-        """Data from a file, without a copy of its frames, as if `num_envs` environments had played a share each."""
-        rows = len(data.action) // num_envs
-        data = replace(data, truncated=data.truncated.copy())
-        data.truncated[rows - 1 :: rows] |= ~data.terminated[rows - 1 :: rows]  # a share's end: its story breaks off
-        buffer = cls(num_envs, 0, data.frames.shape[1:], num_actions)
-        by_env = lambda x: x[: rows * num_envs].reshape(num_envs, rows, *x.shape[1:])  # noqa: E731
-        for name in ("frames", "action", "reward", "terminated", "truncated"):
-            setattr(buffer, name, by_env(getattr(data, name)))
-        buffer.history = by_env(np.minimum(np.arange(len(data.action)) - data.begin, 3).astype(np.int8))
-        buffer.starts = by_env(data.usable(n_step))  # the files do not hold an episode's last observation
-        buffer.teacher_policy = np.zeros((num_envs, rows, num_actions), np.float32)
-        buffer.written = rows
-        return buffer
+    def fill(self, data: teachers.Replay, n_step: int):
+        """Takes rows of a file, as if the environments had played a share each. Files lack an episode's last frame, so
+        windows that a time limit ends are lost."""
+        num_envs, rows = len(self.action), len(data.action) // len(self.action)
+        data, ends = replace(data, truncated=data.truncated.copy()), slice(rows - 1, None, rows)
+        data.truncated[ends] |= ~data.terminated[ends]  # where a share ends, its story breaks off
+        columns = {name: getattr(data, name) for name in ("frames", "action", "reward", "terminated", "truncated")}
+        columns["history"] = np.minimum(np.arange(len(data.action)) - data.begin, 3).astype(np.int8)
+        columns["starts"] = data.usable(n_step)
+        for name, column in columns.items():
+            column = column[: num_envs * rows].reshape(num_envs, rows, *column.shape[1:])
+            if rows == self.action.shape[1]:
+                setattr(self, name, column)  # gigabytes of frames are not copied
+            else:
+                getattr(self, name)[:, :rows] = column
+        self.written = rows
 
     def __len__(self) -> int:
         return min(self.written, self.action.shape[1]) * len(self.action)
 
-    def add(self, obs: np.ndarray, action, reward, terminated, truncated, teacher_policy=0.0):
+    def add(self, obs: np.ndarray, action, reward, terminated, truncated, game_over, teacher_policy=0.0):
         """One row for each environment: arrays `[E, ...]`, of which obs `[E, 4, H, W]` came before the action."""
         t = self.written % self.action.shape[1]
         self.frames[:, t], self.action[:, t], self.reward[:, t] = obs[:, -1], action, reward
         self.terminated[:, t], self.truncated[:, t] = terminated, truncated
         self.history[:, t] = np.where(self.begins, 0, np.minimum(self.history[:, t - 1] + 1, 3))
         self.starts[:, t], self.teacher_policy[:, t] = ~self.dummy, teacher_policy
-        self.begins, self.dummy = self.dummy, terminated | truncated
+        self.begins, self.dummy, self.over = self.dummy & self.over, terminated | truncated, game_over
         self.written += 1
 
     def known(self, env: np.ndarray, t: np.ndarray, n_step: int) -> np.ndarray:
@@ -305,16 +313,16 @@ class ReplayBuffer:
         window = age + n_step < min(self.written, rows)
         return self.starts[env, t] & (age >= self.history[env, t]) & window
 
-    def sample(self, rng: np.random.Generator, count: int, n_step: int) -> tuple[np.ndarray, np.ndarray]:
-        """Environments and rows `[count]` of which transitions start, uniformly, with replacement."""
-        found, need = [], count
+    def sample(self, rng: np.random.Generator, shape: tuple[int, int], n_step: int) -> tuple[np.ndarray, np.ndarray]:
+        """Environments and rows `[updates, B]` of which transitions start, uniformly, with replacement."""
+        found, need = [], shape[0] * shape[1]
         while need > 0:
             env = rng.integers(len(self.action), size=need)
             t = rng.integers(min(self.written, self.action.shape[1]), size=need)
             good = self.known(env, t, n_step)
             found.append((env[good], t[good]))
             need -= int(good.sum())
-        env, t = map(np.concatenate, zip(*found))
+        env, t = (np.concatenate(x).reshape(shape) for x in zip(*found))
         return env, t
 
     def states(self, env: np.ndarray, t: np.ndarray) -> np.ndarray:
@@ -333,10 +341,12 @@ class ReplayBuffer:
 
     def ask(self, teacher: Callable[[np.ndarray], np.ndarray]):
         """Stores the teacher's policy in all rows."""
+        started, rows = time.time(), min(self.written, self.action.shape[1])
         for env in range(len(self.action)):
-            for first in range(0, self.action.shape[1], 256):
-                t = np.arange(first, first + 256) % self.action.shape[1]  # always 256: one compilation
+            for first in range(0, rows, 256):
+                t = np.arange(first, first + 256) % rows  # always 256: one compilation
                 self.teacher_policy[env, t] = teacher(self.states(np.full(256, env), t))
+                say_progress("shown to the teacher", first + 256, rows, 256, started)
 
     def export(self, env: int, protocol: dict) -> teachers.Replay:
         """One environment's rows in the order of play."""
@@ -382,8 +392,8 @@ def distill_weight(weight: float, student: float, teacher: float, random: float,
     return float(np.clip(1 - (student - random) / (teacher - random), 0.0, 1.0))
 
 
-def dqn_loss(params, state: QState, batch: Transitions, weight: jax.Array, args: Args) -> tuple[jax.Array, dict]:
-    """L_TD + c lambda L_distill, means over the batch; `weight` is lambda. Huber's loss, and the plain maximum."""
+def dqn_loss(params, state: QState, batch: Transitions, lambda_: jax.Array, args: Args) -> tuple[jax.Array, dict]:
+    """L_TD + c lambda L_distill, means over the batch. Huber's loss, and the plain maximum."""
     q = state.apply_fn(params, batch.obs)
     next_q = state.apply_fn(state.target_params, batch.next_obs)
     chex.assert_equal_shape([q, next_q, batch.teacher_policy])
@@ -392,14 +402,14 @@ def dqn_loss(params, state: QState, batch: Transitions, weight: jax.Array, args:
     td_loss = jnp.mean(optax.huber_loss(chosen, target))
     distill_loss = jnp.mean(distillation(batch.teacher_policy, q, args.temperature))
     metrics = {"losses/td_loss": td_loss, "losses/distill_loss": distill_loss, "losses/q_values": jnp.mean(chosen)}
-    return td_loss + args.distill_coef * weight * distill_loss, metrics
+    return td_loss + args.distill_coef * lambda_ * distill_loss, metrics
 
 
 # --- learner ----------------------------------------------------------------------------------------------------------
 @partial(jax.jit, static_argnames=("loss_fn", "args"), donate_argnames="state")
-def q_update(state, batch, learning_rate, weight, loss_fn: Callable, args: Args) -> tuple[Any, dict]:
+def q_update(state, batch, learning_rate, lambda_, loss_fn: Callable, args: Args) -> tuple[Any, dict]:
     """One SGD step; every `target_period` of them the target network becomes the online one."""
-    (_, metrics), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params, state, batch, weight, args)
+    (_, metrics), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params, state, batch, lambda_, args)
     direction, opt_state = state.tx.update(grads, state.opt_state)
     params = jax.tree.map(lambda p, d: p - learning_rate * d, state.params, direction)
     target_params = optax.periodic_update(params, state.target_params, state.step + 1, args.target_period)
@@ -408,18 +418,18 @@ def q_update(state, batch, learning_rate, weight, loss_fn: Callable, args: Args)
 
 
 @partial(jax.jit, static_argnames=("loss_fn", "args"), donate_argnames="state")
-def q_updates_in_one_call(state, batches, learning_rate, weight, loss_fn: Callable, args: Args) -> tuple[Any, dict]:
-    return jax.lax.scan(lambda s, batch: q_update(s, batch, learning_rate, weight, loss_fn, args), state, batches)
+def q_updates_in_one_call(state, batches, learning_rate, lambda_, loss_fn: Callable, args: Args) -> tuple[Any, dict]:
+    return jax.lax.scan(lambda s, batch: q_update(s, batch, learning_rate, lambda_, loss_fn, args), state, batches)
 
 
-def q_learn(state, batches, learning_rate, weight, loss_fn: Callable, args: Args) -> tuple[Any, dict]:
+def q_learn(state, batches, learning_rate, lambda_, loss_fn: Callable, args: Args) -> tuple[Any, dict]:
     """SGD steps on batches `[n, B, ...]`, one each; returns the metrics of every step."""
     if jax.default_backend() != "cpu":
-        return q_updates_in_one_call(state, batches, learning_rate, weight, loss_fn, args)
+        return q_updates_in_one_call(state, batches, learning_rate, lambda_, loss_fn, args)
     metrics = []  # on a CPU XLA's gradient of a convolution is dozens of times slower inside a loop of its own
     for i in range(len(jax.tree.leaves(batches)[0])):
         batch = jax.tree.map(itemgetter(i), batches)
-        state, step_metrics = q_update(state, batch, learning_rate, weight, loss_fn, args)
+        state, step_metrics = q_update(state, batch, learning_rate, lambda_, loss_fn, args)
         metrics.append(step_metrics)
     return state, jax.tree.map(lambda *x: jnp.stack(x), *metrics)
 
@@ -458,19 +468,29 @@ class Mentor:
         return np.where(rng.random(len(policy)) < epsilon, random, action).astype(np.int32)
 
 
-def collect(args: Args, mentor: Mentor, num_actions: int) -> ReplayBuffer:
-    """Teacher data D_T, where the teacher comes without: it plays `collect_steps` steps, with more random actions from
+def say_progress(what: str, done: int, total: int, step: int, started: float):
+    """A line at every tenth of a long wait, with the minutes that are left."""
+    if done * 10 // total > (done - step) * 10 // total and time.time() - started > 2:
+        left = (time.time() - started) * (total - done) / done / 60
+        print(f"             {what} {min(done, total):>10,} of {total:,}   {max(left, 0):4.0f} min left", flush=True)
+
+
+def collect(args: Args, mentor: Mentor, buffer: ReplayBuffer):
+    """Teacher data D_T, where the teacher comes without: it fills the buffer, playing with more random actions from
     environment to environment, so that mistakes and the way back from them are in the data too."""
-    env, rng = make_game(args, args.num_envs, (args.seed, 2**30)), np.random.default_rng((args.seed, 2**30))
-    (obs, _), epsilon = env.reset(), np.linspace(0.0, args.collect_epsilon, args.num_envs)
-    buffer = ReplayBuffer(args.num_envs, args.collect_steps // args.num_envs, obs.shape[2:], num_actions)
-    for _ in range(args.collect_steps // args.num_envs):
+    env, rng, started = (
+        make_game(args, args.num_envs, (args.seed, 2**30)),
+        np.random.default_rng(args.seed),
+        time.time(),
+    )
+    (obs, _), epsilon = env.reset(), np.linspace(args.collect_epsilon, 0.0, args.num_envs)
+    for i in range(1, buffer.action.shape[1] + 1):
         policy = mentor.policy(obs)
         action = mentor.act(policy, rng, epsilon)
-        next_obs, reward, terminated, truncated, *_ = step_env(env, action)
-        buffer.add(obs, action, reward, terminated, truncated, policy)
+        next_obs, reward, terminated, truncated, game_over, _ = step_env(env, action)
+        buffer.add(obs, action, reward, terminated, truncated, game_over, policy)
         obs = next_obs
-    return buffer
+        say_progress("collected", i * args.num_envs, buffer.action.size, args.num_envs, started)
 
 
 def play(args: Args, choose: Callable, entropy: tuple[int, ...], film: Path | None = None) -> np.ndarray:
@@ -599,24 +619,33 @@ def main(args: Args) -> dict:
         if wanted and not any(metadata.distributions(name=package)):
             refuse(f"{flag}: needs the package {package}; run pip install {package}, or leave the flag out")
 
-    # --- the workflow: reincarnation, fine-tuning or tabula rasa, and its own defaults ---
+    # --- the workflow: reincarnation, fine-tuning or tabula rasa; the offline phase counts its updates up to step 0 ---
     taught = not args.finetune and args.teacher != "none"
-    rate, last_rate, n_step = (1e-4, 1e-5, 3) if taught else (1e-5, 1e-5, 1) if args.finetune else (6.25e-5, 6.25e-5, 3)
+    rate, last_rate, n_step = (6.25e-5, 6.25e-5, 3)
+    if args.finetune:
+        rate, last_rate, n_step = (1e-5, 1e-5, 1)
+    if taught:
+        rate, last_rate, n_step = (1e-4, 1e-5, 3)
     if args.learning_rate is not None:
         rate, last_rate = args.learning_rate, last_rate if taught else args.learning_rate
     last_rate = last_rate if args.final_learning_rate is None else args.final_learning_rate
     n_step = args.n_step or n_step
-    epsilon = optax.constant_schedule(args.epsilon)
-    if not taught and not args.finetune:
-        epsilon = optax.linear_schedule(1.0, args.epsilon, args.epsilon_decay_steps, args.learning_starts)
-    offline_steps = args.offline_steps if taught else 0  # they count up to 0
+    offline_steps = args.offline_steps if taught else 0
     total_timesteps = args.total_timesteps // args.num_envs * args.num_envs
     if total_timesteps == offline_steps == 0:
         refuse("--total-timesteps 0: leaves nothing to do without a teacher and --offline-steps; raise one of them")
+
+    def epsilon(step: int) -> float:
+        """Falls from 1 once learning starts, but for a student that has learned offline, or before."""
+        if args.finetune or offline_steps:
+            return args.epsilon
+        decay = args.learning_starts, args.learning_starts + args.epsilon_decay_steps
+        return float(np.interp(step, decay, (1.0, args.epsilon)))
+
     if not progress:
         progress = {"global_step": -offline_steps, "wall_seconds": 0.0, "last_returns": []}
         progress |= {"distill_weight": float(taught), "teacher_score": None}
-    global_step, weight = progress["global_step"], progress["distill_weight"]
+    global_step, lambda_ = progress["global_step"], progress["distill_weight"]
 
     # --- environment and student ---
     env = make_game(args, args.num_envs, (args.seed, max(global_step, 0)))
@@ -629,8 +658,8 @@ def main(args: Args) -> dict:
     if args.finetune and not checkpoint:
         saved, source = read_checkpoint("--finetune", args.finetune)
         for name in "network", "env_id":
-            if saved[name] != getattr(args, name):
-                refuse(f"--{name.replace('_', '-')} {getattr(args, name)}: --finetune goes on with {saved[name]}")
+            if saved.get(name) != getattr(args, name):
+                refuse(f"--{name.replace('_', '-')} {getattr(args, name)}: --finetune goes on with {saved.get(name)}")
         state = flax.serialization.from_state_dict(state, source["state"])
     if checkpoint:
         state = flax.serialization.from_state_dict(state, checkpoint["state"])
@@ -639,37 +668,62 @@ def main(args: Args) -> dict:
     updates = int(state.step)
 
     # --- teacher, and data from files: what is wrong with them is said before any time is spent ---
-    mentor = data = folder = None
+    def new_replay(rows: int = args.replay_capacity // args.num_envs, num_envs: int = args.num_envs) -> ReplayBuffer:
+        return ReplayBuffer(num_envs, rows, obs_shape[1:], num_actions)
+
+    mentor = folder = None
+    replay, protocol, limit = new_replay(), PROTOCOLS[args.protocol], args.max_episode_steps
     try:
         if taught:
             random_score = teachers.scores_of(args.env_id).random
             path = args.teacher or teachers.bundled_teacher(args.env_id)
             mentor = Mentor(teachers.load_teacher(path, num_actions=num_actions), args.temperature)
+            told = mentor.teacher.protocol
+            if told.get("env_id", args.env_id) != args.env_id:
+                refuse(f"--teacher {path}: it learned {told['env_id']}, not {args.env_id}; choose one of this game")
         if global_step < 0:
             folder = args.teacher_data or teachers.replay_beside(path)
         if args.finetune and not checkpoint:
             folder = teachers.replay_beside(args.finetune)
         if folder:
-            newest = args.collect_steps if taught else args.replay_capacity
+            newest = args.collect_steps if taught else args.replay_capacity // args.num_envs * args.num_envs
             data = teachers.load_replay(folder, num_actions=num_actions, start=-newest)
-            if not data.usable(n_step).any():
+            if data.protocol.get("env_id", args.env_id) != args.env_id:
+                refuse(f"{folder}: data of {data.protocol['env_id']}, not of {args.env_id}; choose those of this game")
+            if taught:
+                replay = new_replay(len(data.action), 1)
+            replay.fill(data, n_step)
+            if not replay.known(*np.indices(replay.action.shape), n_step).any():
                 refuse(f"{folder}: its {len(data.action)} rows hold no window of {n_step} steps; name longer data")
+            del data
     except teachers.TeacherError as error:
         refuse(f"{'--teacher, --teacher-data' if taught else '--finetune'}: {error}")
 
-    def new_replay() -> ReplayBuffer:
-        return ReplayBuffer(args.num_envs, args.replay_capacity // args.num_envs, obs_shape[1:], num_actions)
-
-    protocol, limit = PROTOCOLS[args.protocol], args.max_episode_steps
-    print(f"environment  {args.env_id}: 4 grey frames of 84 x 84, {num_actions} actions (minimal), limit {limit} steps "
+    # --- run folder and log ---
+    run_dir = Path(args.resume) if args.resume else make_run_dir(args)
+    logger = Logger(args, run_dir, global_step, progress["wall_seconds"])
+    print(f"run folder   {run_dir}\n"
+          f"environment  {args.env_id}: 4 grey frames of 84 x 84, {num_actions} actions (minimal), limit {limit} steps "
           f"= {4 * limit} frames, {', '.join(f'{name} {x}' for name, x in protocol.items())}, "
-          "rewards clipped for learning only")  # fmt: skip
+          "rewards clipped for learning only\n"
+          f"plan         {offline_steps:,} offline updates, {total_timesteps:,} steps in {args.num_envs} environments, "
+          f"on {jax.devices()[0].device_kind}, from {global_step:,}, "
+          f"up to {args.replay_capacity * 7056 / 1e9:.1f} GB of replay"
+          f"{' (resumed: new games, and an empty replay online)' if checkpoint else ''}", flush=True)  # fmt: skip
+    if args.finetune and not checkpoint:
+        print(f"data         {len(replay):,} steps from {folder}" if folder else
+              "data         that run kept no replay (--save-replay), so it begins with an empty one")  # fmt: skip
+
+    # --- the teacher's score and data ---
     if mentor:
-        told = mentor.teacher.protocol
-        print(f"teacher      {mentor.teacher.source}: {mentor.teacher.network} network, {mentor.teacher.kind}")
+        print(
+            f"teacher      {mentor.teacher.source}: {mentor.teacher.network} network, {mentor.teacher.kind}", flush=True
+        )
+        told = PROTOCOLS.get(told.get("protocol"), {}) | told
         if any(told.get(name, x) != x for name, x in protocol.items()):
-            print(f"warning      the teacher learned under another protocol: {told}", flush=True)
+            print(f"warning      the teacher learned under another protocol: {told}")
         if progress["teacher_score"] is None:
+            print(f"             is evaluated, {args.eval_steps:,} steps or more", flush=True)
             rng, entropy = np.random.default_rng((args.seed, 2**31)), (args.seed, 2**31)
             returns = play(args, lambda obs, _: mentor.act(mentor.policy(obs), rng, args.eval_epsilon), entropy)
             progress["teacher_score"] = float(returns.mean())
@@ -677,27 +731,15 @@ def main(args: Args) -> dict:
         if progress["teacher_score"] <= random_score:
             refuse(f"--teacher: its score is {progress['teacher_score']:.2f}, a random policy's {random_score}; choose "
                    "another, or another --protocol")  # fmt: skip
-    if global_step < 0 and data is None:
+    if global_step < 0 and folder:
+        print(f"data         {len(replay):,} steps from {folder}", flush=True)
+        replay.ask(mentor.policy)
+    elif global_step < 0:
         again = " (again: checkpoints hold none)" if checkpoint else ""
         print(f"data         none beside the teacher: it plays {args.collect_steps:,} steps{again}; the paper's data "
               "are of all its training", flush=True)  # fmt: skip
-        replay = collect(args, mentor, num_actions)
-    elif data is not None:
-        print(f"data         {len(data.action):,} steps from {folder}", flush=True)
-        replay = ReplayBuffer.of(data, 1 if taught else args.num_envs, n_step, num_actions)
-        if mentor:
-            replay.ask(mentor.policy)
-    else:
-        replay = new_replay()
-    del data  # not kept alive beyond the offline phase
-
-    # --- run folder and log ---
-    run_dir = Path(args.resume) if args.resume else make_run_dir(args)
-    logger = Logger(args, run_dir, global_step, progress["wall_seconds"])
-    print(f"run folder   {run_dir}\n"
-          f"plan         {offline_steps:,} offline updates, {total_timesteps:,} steps in {args.num_envs} environments, "
-          f"on {jax.devices()[0].device_kind}, from {global_step:,}"
-          f"{' (resumed: new games, and an empty replay online)' if checkpoint else ''}", flush=True)  # fmt: skip
+        replay = new_replay(args.collect_steps // args.num_envs)
+        collect(args, mentor, replay)
     pending, last_returns = defaultdict(list), deque(progress["last_returns"], maxlen=20)
     (obs, _), game_return, game_length = env.reset(), np.zeros(args.num_envs), np.zeros(args.num_envs, int)
     ended = np.zeros(args.num_envs, bool)
@@ -721,17 +763,18 @@ def main(args: Args) -> dict:
     in_main = threading.current_thread() is threading.main_thread()
     old_handlers = {s: signal.signal(s, interrupt) for s in (signal.SIGINT, signal.SIGTERM)} if in_main else {}
     logged_at, logged_step, logged_updates = time.time(), global_step, updates
+    last = global_step >= total_timesteps
     try:
-        while global_step < total_timesteps and not interrupted.is_set():
+        while not last:
             start = time.time()
             if global_step < 0:  # offline: nothing but updates
                 made = due = min(args.updates_per_call, -global_step)
             else:
-                policy = mentor.policy(obs) if weight > 0 else 0.0  # a student past its teacher does not ask
-                random = float(epsilon(global_step))
-                action = np.asarray(greedy(network.apply, state.params, obs, act_key, global_step, random))  # sync
+                policy = mentor.policy(obs) if lambda_ > 0 else 0.0  # a student past its teacher does not ask
+                explore = act_key, global_step, epsilon(global_step)
+                action = np.asarray(greedy(network.apply, state.params, obs, *explore))  # sync
                 next_obs, reward, terminated, truncated, game_over, game_reward = step_env(env, action)
-                replay.add(obs, action, reward, terminated, truncated, policy)
+                replay.add(obs, action, reward, terminated, truncated, game_over, policy)
                 game_return += game_reward
                 game_length += ~ended
                 pending["charts/episodic_return"] += game_return[game_over].tolist()
@@ -745,29 +788,29 @@ def main(args: Args) -> dict:
             if due:
                 start = time.time()
                 rng = np.random.default_rng((args.seed, updates))  # so a resumed run goes on with the same stream
-                chosen = replay.sample(rng, due * args.batch_size, n_step)
-                chosen = (x.reshape(due, args.batch_size) for x in chosen)
+                chosen = replay.sample(rng, (due, args.batch_size), n_step)
                 batches = replay.transitions(*chosen, n_step, args.gamma)
-                learning_rate = weight * rate + (1 - weight) * last_rate
                 pending["time/sample"].append(time.time() - start)
-                state, metrics = q_learn(state, batches, learning_rate, weight, dqn_loss, args)
+                learning_rate = lambda_ * rate + (1 - lambda_) * last_rate
+                state, metrics = q_learn(state, batches, learning_rate, lambda_, dqn_loss, args)
                 updates += due
                 for name, value in metrics.items():
                     pending[name].append(value)
-                pending["time/learn"].append(time.time() - start)
             global_step += made
             last = global_step >= total_timesteps or interrupted.is_set()
             if global_step == 0 and offline_steps:  # the student goes on with a replay of its own
                 replay = new_replay()
                 state = state.replace(target_params=jax.tree.map(jnp.copy, state.params))
 
-            if global_step % args.iteration_steps < made and not last:
+            if global_step % args.iteration_steps < made and global_step < total_timesteps:
                 start = time.time()
                 returns = evaluate_student()
                 logged_at += time.time() - start  # not the training's time
                 if global_step > 0 and mentor:
                     scores = returns.mean(), progress["teacher_score"], random_score
-                    weight = distill_weight(weight, *scores, global_step, args.wean_steps)
+                    lambda_ = distill_weight(lambda_, *scores, global_step, args.wean_steps)
+            if global_step >= args.wean_steps:
+                lambda_ = 0.0
             save_now = last or global_step % args.checkpoint_every < made
             if save_now or global_step % args.log_every < made:
                 means = {name: float(np.mean(np.concatenate([np.ravel(x) for x in values])))
@@ -782,26 +825,25 @@ def main(args: Args) -> dict:
                 seconds = time.time() - logged_at
                 speed, update_speed = (global_step - logged_step) / seconds, (updates - logged_updates) / seconds
                 logged_at, logged_step, logged_updates = time.time(), global_step, updates
-                means |= {"charts/updates_per_second": update_speed, "charts/distill_weight": weight}
-                means["charts/learning_rate"] = weight * rate + (1 - weight) * last_rate
+                means |= {"charts/updates_per_second": update_speed, "charts/distill_weight": lambda_}
+                means["charts/learning_rate"] = lambda_ * rate + (1 - lambda_) * last_rate
                 if mentor:
                     means["charts/teacher_score"] = progress["teacher_score"]
                 online = global_step > 0
                 if online:
-                    means |= {"charts/SPS": speed, "charts/epsilon": float(epsilon(global_step))}
+                    means |= {"charts/SPS": speed, "charts/epsilon": epsilon(global_step)}
                 if len(last_returns) == 20:
                     means["charts/episodic_return_20"] = float(np.mean(last_returns))
                 logger.log(global_step, means)
                 left, of = (total_timesteps - global_step, total_timesteps) if online else (-global_step, offline_steps)
                 returned = means.get("charts/episodic_return_20", np.nan)
-                losses = (means.get(f"losses/{name}", np.nan) for name in ("td_loss", "distill_loss"))
-                print(f"{'online' if online else 'offline'} step {global_step:>10,} {1 - left / of:4.0%}   return (20 "
-                      f"games) {returned:8.2f}   SPS {speed * online:5.0f}   updates/s {update_speed:5.0f}   lambda "
-                      f"{weight:4.2f}   "
-                      "td loss {:7.4f}   distill loss {:7.4f}".format(*losses),
-                      f"  {left / speed / 60:4.0f} min left", flush=True)  # fmt: skip
+                td_loss, distill_loss = (means.get(f"losses/{name}", np.nan) for name in ("td_loss", "distill_loss"))
+                playing = f"return (20 games) {returned:8.2f}   SPS {speed:5.0f}   " if online else ""
+                print(f"{'online' if online else 'offline'} step {global_step:>10,} {1 - left / of:4.0%}   {playing}"
+                      f"updates/s {update_speed:5.0f}   lambda {lambda_:4.2f}   td loss {td_loss:7.4f}   distill loss "
+                      f"{distill_loss:7.4f}   {left / speed / 60:4.0f} min left", flush=True)  # fmt: skip
             if save_now:
-                progress |= {"global_step": global_step, "last_returns": list(last_returns), "distill_weight": weight}
+                progress |= {"global_step": global_step, "last_returns": list(last_returns), "distill_weight": lambda_}
                 progress["wall_seconds"] = time.time() - logger.started
                 save_checkpoint(run_dir, state, progress)
     finally:
@@ -818,9 +860,13 @@ def main(args: Args) -> dict:
         model = {"format": f"{Path(__file__).stem} 1", "args": json.dumps(asdict(args))}
         model["params"] = jax.device_get(state.params)
         write_whole(run_dir / "model.msgpack", flax.serialization.msgpack_serialize(model))
-    if args.save_replay and replay.written:
+    if args.save_replay:
+        print(f"saves the {len(replay):,} steps in the replay", flush=True)
         shards = (replay.export(i, {"env_id": args.env_id, "protocol": args.protocol}) for i in range(args.num_envs))
-        teachers.save_replay(run_dir / "replay", shards, args.num_envs)
+        try:
+            teachers.save_replay(run_dir / "replay", shards, args.num_envs)
+        except (OSError, teachers.TeacherError) as error:
+            refuse(f"--save-replay: {error}; the model is saved", code=1)
     returns = evaluate_student(run_dir if args.capture_video else None)
     return result | {"eval_return": float(returns.mean())}
 

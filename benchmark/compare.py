@@ -1,4 +1,4 @@
-"""IMPACT, IMPALA and PPO on one game: one network, one frame size, as many environments, the same machine.
+"""IMPACT, IMPALA and PPO on one game: one network, one frame size, as many environments, the same machine. And MuJoCo.
 
     python benchmark/compare.py --env-id Breakout-v5 --threshold 30 --seeds 1 2
     python benchmark/compare.py --env-id Pong-v5 --threshold 18 --total-timesteps 5000000
@@ -13,6 +13,11 @@ The ablation of IMPACT's ratio under a forced lag is three such commands, with X
 
     python benchmark/compare.py --env-id Breakout-v5 --threshold inf --total-timesteps 1000000 --scripts impact_atari \
         --variant ablation-X --extra "--ratio X --no-concurrency --queue-size 15"
+
+IMPACT on MuJoCo, and its synchronous form, which is PPO (benchmark/README.md has all commands):
+
+    python benchmark/compare.py --env-id HalfCheetah-v4 --threshold inf --total-timesteps 1000000 --seeds 1 2 3 \
+        --scripts impact_mujoco --variant default
 """
 
 import importlib
@@ -37,7 +42,9 @@ SETTINGS = {
     "ppo_atari": f"{SHARED} {ADAM} --update-epochs 3",
     "impact_atari": f"{SHARED} {ADAM} --passes 3 --queue-size 0",
     "impala_atari": f"{SHARED} --learning-rate 1e-3 --rms-eps 1e-4 --queue-size 0",
+    "impact_mujoco": "",  # its defaults
 }
+ATARI = ("ppo_atari", "impact_atari", "impala_atari")
 FRAMES = {"Pong-v5": 42}  # as IMPACT's author; Breakout's ball would be one faint pixel there (84 elsewhere)
 
 
@@ -49,7 +56,7 @@ class Compare:
     threshold: float = 30.0  # mean of the last 20 games that ends a run, if it lasts
     total_timesteps: int = 3_000_000  # budget of a run in environment steps; the step size is annealed over it
     seeds: tuple[int, ...] = (1,)  # one run of each script for each seed
-    scripts: tuple[str, ...] = tuple(SETTINGS)  # in this order
+    scripts: tuple[str, ...] = ATARI  # in this order
     variant: str = "compare"  # name of the results
     extra: str = ""  # more flags for every script, in one string
     runs_dir: str = "runs/compare"  # folder of the run folders
@@ -57,7 +64,9 @@ class Compare:
 
 def flags_of(compare: Compare, script: str, seed: int) -> str:
     flags = f"--env-id {compare.env_id} --seed {seed} --total-timesteps {compare.total_timesteps} {SETTINGS[script]}"
-    return f"{flags} --frame-size {FRAMES.get(compare.env_id, 84)} {compare.extra}".strip()
+    if script in ATARI:
+        flags += f" --frame-size {FRAMES.get(compare.env_id, 84)}"
+    return f"{flags.strip()} {compare.extra}".strip()
 
 
 def settings(args: dict) -> dict:

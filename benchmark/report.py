@@ -2,17 +2,23 @@
 
 import csv
 import json
+import sys
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
 import matplotlib
+import numpy as np
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+import stats
 
 HERE = Path(__file__).resolve().parent
-RETURN = "charts/episodic_return_20"
+sys.path.insert(0, str(HERE.parent))
+from teachers.scores import SCORES
+
+RETURN, EVALUATED = "charts/episodic_return_20", "eval/episodic_return"
 COLOURS = {"impact_atari": "C0", "impala_atari": "C1", "ppo_atari": "C2"}
 
 
@@ -25,7 +31,12 @@ class Run:
     variant: str
     seed: str
     facts: dict
-    points: list[tuple[int, float, float]]  # (step, wall seconds, mean return of the last 20 games)
+    points: list[tuple[int, float, float]]  # (step, wall seconds, mean return of the last 20 games; QDagger: evaluated)
+
+    def final(self) -> float:
+        """Mean of the last tenth of the curve (QDagger: the last evaluation)."""
+        tenth = 1 if self.script.startswith("qdagger") else max(1, len(self.points) // 10)
+        return sum(value for _, _, value in self.points[-tenth:]) / tenth
 
     def reach(self, threshold: float, rows: int = 1) -> tuple[int, float] | None:
         """Step and wall seconds of the first of so many rows in succession that stand at the threshold, if ever."""
@@ -39,7 +50,8 @@ def read_runs(results: Path) -> list[Run]:
     """All runs under a folder of results, sorted by script, game, variant and seed."""
     runs = []
     for path in sorted(results.glob("*/*.csv")):
-        rows = (row for row in csv.DictReader(path.open()) if row["metric"] == RETURN)
+        metric = EVALUATED if path.parent.name.startswith("qdagger") else RETURN
+        rows = (row for row in csv.DictReader(path.open()) if row["metric"] == metric)
         points = [(int(r["global_step"]), float(r["wall_seconds"]), float(r["value"])) for r in rows]
         facts = json.loads(path.with_suffix(".json").read_text())
         runs.append(Run(path.parent.name, *path.stem.split("__"), facts, points))
@@ -47,24 +59,32 @@ def read_runs(results: Path) -> list[Run]:
 
 
 def draw(path: Path, title: str, curves: list[tuple[str, str, Run]], threshold: float | None = None):
-    """Return against steps and against minutes; each curve is (label, colour, run), a label drawn once."""
+    """Return against steps and against minutes; each curve is (label, colour, run). Where a label has several runs,
+    each is a thin line, and their mean a thick one as far as all of them reach."""
     figure, axes = plt.subplots(1, 2, figsize=(7.0, 2.6), sharey=True, constrained_layout=True)
-    labelled = set()
+    groups = defaultdict(list)
     for label, colour, run in curves:
-        steps, seconds, values = zip(*run.points)
-        shown = None if label in labelled else label
-        labelled.add(label)
-        axes[0].plot([step / 1e6 for step in steps], values, lw=1.3, color=colour, label=shown)
-        axes[1].plot([second / 60 for second in seconds], values, lw=1.3, color=colour)
+        if run.points:
+            groups[label, colour].append(np.array(run.points))
+    for (label, colour), group in groups.items():
+        for axis, column, unit in (axes[0], 0, 1e6), (axes[1], 1, 60):
+            thin = dict(lw=0.7, alpha=0.4) if len(group) > 1 else dict(lw=1.3, label=label)
+            for points in group:
+                axis.plot(points[:, column] / unit, points[:, 2], color=colour, **thin)
+            if len(group) > 1:
+                end, start = (f(points[i, column] for points in group) for f, i in ((min, -1), (max, 0)))
+                grid = np.linspace(start, end, 200)
+                mean = np.mean([np.interp(grid, points[:, column], points[:, 2]) for points in group], axis=0)
+                axis.plot(grid / unit, mean, color=colour, lw=1.5, label=label)
     cores = curves[0][2].facts["machine"].split(" (")[0]
-    axes[0].set(xlabel="environment steps (millions)", ylabel="return (mean of 20 games)")
+    axes[0].set(xlabel="environment steps (millions)", ylabel="return")
     axes[1].set(xlabel=f"minutes on {cores}")
     for axis in axes:
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
         if threshold is not None:
             axis.axhline(threshold, color="0.4", lw=0.8, ls="--")
-    if len(labelled) > 1:
+    if len(groups) > 1:
         axes[0].legend(frameon=False, fontsize=8)
     figure.suptitle(title, fontsize=9)
     figure.savefig(path, dpi=150)
@@ -97,40 +117,64 @@ def time_to_threshold(env_id: str, runs: list[Run]) -> dict[str, float]:
     return mean_seconds
 
 
+def final_scores(groups: dict[tuple[str, str, str], list[Run]]):
+    """Prints mean, interquartile mean and its 95% bootstrap interval over seeds of what each run ended with."""
+    print("\n| environment | script | variant | seeds | mean | IQM (95% interval) | normalised by human | steps/s |")
+    print("|---|---|---|---|---|---|---|---|")
+    for (env_id, script, variant), runs in sorted(groups.items()):
+        scores = np.array([[run.final()] for run in runs])
+        low, high = stats.interval(scores)
+        iqm = f"{stats.iqm(scores):.1f}" + (f" ({low:.1f} to {high:.1f})" if len(runs) > 1 else "")
+        human = SCORES.get(env_id.partition("-")[0])
+        human = f"{stats.mean(stats.normalised(scores, *human)):.2f}" if human else "-"
+        speed = interval([run.facts["steps"] / run.facts["wall_seconds"] for run in runs], ".0f")
+        mean = f"{stats.mean(scores):.1f}"
+        print(f"| {env_id} | `{script}` | {variant} | {len(runs)} | {mean} | {iqm} | {human} | {speed} |")
+
+
+def time_to_the_other(env_id: str, runs: list[Run], other: list[Run], name: str):
+    """Prints when a group of runs reached what another ended with, as shares of the other's steps and time."""
+    goal = sum(run.final() for run in other) / len(other)
+    reached = [r for r in (run.reach(goal) for run in runs) if r]
+    whole = [sum(run.points[-1][i] for run in other) / len(other) for i in (0, 1)]
+    print(f"{env_id}: {len(reached)} of {len(runs)} runs reach {goal:.0f}, the end of {name}", end="")
+    for i, unit in (0, "steps"), (1, "time"):
+        print(f", {interval([r[i] / whole[i] for r in reached], '.2f')} of its {unit}" if reached else "", end="")
+    print()
+
+
 def main(results: Path = HERE / "results", figures: Path = HERE / "figures"):
     figures.mkdir(exist_ok=True)
-    compared, ablated = defaultdict(list), defaultdict(list)
+    families, groups = defaultdict(list), defaultdict(list)
     for run in read_runs(results):
+        ablation = run.variant.startswith("ablation-")
         if run.variant == "compare":
-            compared[run.env_id].append(run)
-        elif run.variant.startswith("ablation-"):
-            ablated[run.env_id].append(run)
+            families["compare", run.env_id].append(run)
         else:
-            name = f"{run.script}__{run.env_id}__{run.variant}__{run.seed}"
-            draw(figures / f"{name}.png", name.replace("__", ", "), [("", "C0", run)])
-            values = [value for _, _, value in run.points]
-            print(f"{name:50s} last {values[-1]:7.2f}   best {max(values):7.2f}")
-            for threshold in (0, 10, 18):
-                if reached := run.reach(threshold):
-                    print(f"    {threshold:+d} at {reached[0] / 1e6:.2f}M steps, {reached[1] / 60:.0f} minutes")
+            families["ablation" if ablation else run.script, run.env_id].append(run)
+            groups[run.env_id, run.script, run.variant].append(run)
 
-    print("\n| game, 20-game mean | script | held | by seeds | steps (millions) | minutes | steps/s |")
+    print("| game, 20-game mean | script | held | by seeds | steps (millions) | minutes | steps/s |")
     print("|---|---|---|---|---|---|---|")
-    for env_id, runs in compared.items():
-        curves = [(run.script.removesuffix("_atari").upper(), COLOURS[run.script], run) for run in runs]
-        title = f"{env_id}, the same network and environments; one line a seed"
-        draw(figures / f"compare__{env_id}.png", title, curves, runs[0].facts["threshold"])
-        seconds = time_to_threshold(env_id, runs)
-        if {"impact_atari", "impala_atari"} <= seconds.keys():
-            print(f"wall-clock of IMPACT / IMPALA: {seconds['impact_atari'] / seconds['impala_atari']:.2f}")
-    for env_id, runs in ablated.items():
+    for (family, env_id), runs in families.items():
+        path = figures / f"{family}__{env_id}.png"
+        if family == "compare":
+            curves = [(run.script.removesuffix("_atari").upper(), COLOURS[run.script], run) for run in runs]
+            draw(path, f"{env_id}, the same network and environments", curves, runs[0].facts["threshold"])
+            seconds = time_to_threshold(env_id, runs)
+            if {"impact_atari", "impala_atari"} <= seconds.keys():
+                print(f"wall-clock of IMPACT / IMPALA: {seconds['impact_atari'] / seconds['impala_atari']:.2f}")
+            continue
         variants = sorted({run.variant for run in runs})
+        title = f"{runs[0].script}.py on {env_id}" + (", ablation" if family == "ablation" else "")
         curves = [(run.variant.removeprefix("ablation-"), f"C{variants.index(run.variant)}", run) for run in runs]
-        draw(figures / f"ablation__{env_id}.png", f"IMPACT on {env_id} under a forced lag, by --ratio", curves)
-        for run in runs:
-            values = [value for _, _, value in run.points]
-            print(f"{env_id} {run.variant:20s} seed {run.seed}   mean {sum(values) / len(values):6.2f}   best "
-                  f"{max(values):6.2f}   last {values[-1]:6.2f}")  # fmt: skip
+        draw(path, title, curves)
+    final_scores(groups)
+    print()
+    for env_id, script, variant in sorted(groups):
+        if variant == "default" and (env_id, script, "zero-lag") in groups:
+            both = groups[env_id, script, "default"], groups[env_id, script, "zero-lag"]
+            time_to_the_other(env_id, *both, "the synchronous form")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import re
 from pathlib import Path
 
 from . import dopamine, msgpack_files, stable_baselines
-from .errors import MAX_TEACHER_BYTES, TeacherError
+from .errors import MAX_TEACHER_BYTES, TeacherError, reading
 from .network import Teacher
 from .replay import Replay, read_shards, save_replay
 from .scores import SCORES, Scores, scores_of
@@ -46,7 +46,8 @@ def load_teacher(path_or_hub_id: str | Path, *, num_actions: int) -> Teacher:
         raise TeacherError(f"{source}: no such file or folder; give a path, or hf://owner/repo/file")
     if path.stat().st_size > MAX_TEACHER_BYTES:
         raise TeacherError(f"{source}: larger than {MAX_TEACHER_BYTES >> 20} MiB; for replay data use load_replay")
-    data = path.read_bytes()
+    with reading(source):
+        data = path.read_bytes()
     if data.startswith(b"PK\x03\x04"):
         return stable_baselines.read_zip(path, source, num_actions)
     if re.match(rb"\x80[\x02-\x05]", data):  # a pickle's protocol; msgpack would begin an empty map with the first byte
@@ -77,6 +78,7 @@ def load_replay(path: str | Path, *, num_actions: int, start: int = 0, count: in
 def replay_beside(teacher: str | Path) -> Path | None:
     """Where a teacher's own replay lies: in its run folder, or beside a Dopamine checkpoint ckpt.N. None if nowhere."""
     path = Path(teacher).expanduser()
+    path = path.parent if path.name == "model.msgpack" else path
     if any((path / "replay").glob("*.npz")):
         return path / "replay"
     beside = path.parent / f"$store$_observation_{path.name}.gz"

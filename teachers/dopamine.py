@@ -35,7 +35,7 @@ LAYOUTS = [
 PROTOCOL = {  # of its gin files
     "repeat_action_probability": 0.25,
     "episodic_life": False,
-    "noop_max": 0,
+    "noop_max": 1,  # none, as EnvPool says it
     "max_episode_steps": 27_000,
     "basis": "usual",
 }

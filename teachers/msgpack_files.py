@@ -64,15 +64,15 @@ def read_ours(tree: dict[str, Any], source: str, num_actions: int) -> Teacher:
     if kind is None:
         raise TeacherError(f"{source}: format {tree['format']!r} is unknown; known are {', '.join(OUR_SCRIPTS)}")
     args = json.loads(tree["args"])
-    if args.get("frame_size", 84) != 84:
-        size = args["frame_size"]
-        raise TeacherError(f"{source}: trained on {size} x {size} frames; train a teacher with --frame-size 84")
+    if args.get("noisy") or args.get("dueling"):
+        raise TeacherError(f"{source}: trained with --noisy or --dueling, which cannot teach yet; train one without")
     layers = layers_of(source, tree["params"]["params"])
     value = "Dense_2" if kind == "policy" else None
     layout = choose_layout(source, layers, [Layout(convs, "Dense_0", "Dense_1", value) for convs in OUR_TORSOS])
     protocol = {name: args[name] for name in OUR_PROTOCOL if name in args} | {"basis": "recorded"}
     support = atoms(source, args["v_min"], args["v_max"], args["num_atoms"]) if kind == "c51" else None
-    return make_teacher(source, kind, layers, layout, num_actions, protocol, support)
+    frame_size = args.get("frame_size", 84)
+    return make_teacher(source, kind, layers, layout, num_actions, protocol, support, frame_size)
 
 
 def read_cleanrl(tree: dict[str, Any], source: str, num_actions: int) -> Teacher:

@@ -8,6 +8,8 @@ Three torsos read frames `[B, 4, 84, 84]` uint8, the oldest frame first, divided
               (Espeholt et al. 2018); the convolutions and the pool are padded
 
 then a dense layer of any width and the head, `[width, A]` or `[width, A * atoms]` (each action's atoms together).
+What this project's scripts learned from frames of 42 x 42 (--frame-size 42; first convolution 4x4/2) reads means of
+2 x 2 pixels, which is what EnvPool's own reduction to that size amounts to.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,7 +35,7 @@ CONVOLUTIONS = {  # kernel height and width, stride, output channels; in order o
 PADDING = {  # rows of the first dense layer, which tell the convolutions' padding: 84 -> 20 -> 9, or 84 -> 21 -> 11
     "shallow": {9 * 9 * 32: "VALID", 11 * 11 * 32: "SAME"},
     "nature": {7 * 7 * 64: "VALID", 11 * 11 * 64: "SAME"},
-    "resnet": {11 * 11 * 32: "SAME"},
+    "resnet": {11 * 11 * 32: "SAME", 6 * 6 * 32: "SAME"},  # the latter of 42 x 42
 }
 
 
@@ -50,6 +52,7 @@ class Teacher:
     params: dict[str, Any]  # convs: list of layers, hidden and head: layers; c51: support [atoms]
     protocol: dict[str, Any]  # what is known of its environment; basis: recorded in the file, or usual there
     source: str  # file or hub id, for messages
+    frame_size: int = 84  # of the frames that it learned from, or 42
 
     def apply(self, obs: jax.Array, params: dict[str, Any] | None = None) -> jax.Array:
         """Scores `[B, A]` float32 of observations `[B, 4, 84, 84]` uint8, the oldest frame first.
@@ -60,6 +63,8 @@ class Teacher:
         chex.assert_type(obs, jnp.uint8)
         params = self.params if params is None else params
         x = jnp.moveaxis(obs, 1, -1).astype(jnp.float32) / 255.0
+        if self.frame_size == 42:
+            x = jnp.round(nn.avg_pool(x, (2, 2), (2, 2)) * 255.0) / 255.0
         if self.network == "resnet":
             for i in range(0, 15, 5):
                 first, *blocks = params["convs"][i : i + 5]
@@ -69,7 +74,8 @@ class Teacher:
                     x = x + conv(nn.relu(residual), outer, 1, "SAME")
             x = nn.relu(x)
         else:
-            for layer, (_, stride, _) in zip(params["convs"], CONVOLUTIONS[self.network], strict=True):
+            shapes = convolutions(self.network, self.frame_size)
+            for layer, (_, stride, _) in zip(params["convs"], shapes, strict=True):
                 x = nn.relu(conv(x, layer, stride, self.padding))
         x = nn.relu(dense(x.reshape(x.shape[0], -1), params["hidden"]))
         x = dense(x, params["head"])
@@ -77,6 +83,12 @@ class Teacher:
             probabilities = nn.softmax(x.reshape(x.shape[0], self.num_actions, -1))
             x = jnp.sum(probabilities * params["support"], axis=-1)
         return x
+
+
+def convolutions(network: str, frame_size: int) -> tuple[tuple[int, int, int], ...]:
+    """Those of a network; for frames of 42 x 42 shallow and nature begin with half the kernel and half the stride."""
+    first, *others = CONVOLUTIONS[network]
+    return ((4, 2, first[2]) if frame_size == 42 and network != "resnet" else first, *others)
 
 
 def conv(x: jax.Array, layer: Layer, stride: int, padding: str) -> jax.Array:
@@ -137,14 +149,21 @@ def choose_layout(source: str, layers: dict[str, Layer], layouts: Sequence[Layou
 
 
 def make_teacher(
-    source: str, kind: Kind, layers: dict[str, Layer], layout: Layout, num_actions: int, protocol: dict, support=None
+    source: str,
+    kind: Kind,
+    layers: dict[str, Layer],
+    layout: Layout,
+    num_actions: int,
+    protocol: dict,
+    support=None,
+    frame_size: int = 84,
 ) -> Teacher:
     """Checks the shape of every leaf and makes a teacher of them. `support` `[atoms]`: values of C51's atoms.
 
     The number of convolutions names the torso, the rows of the first dense layer the padding."""
     network = {len(convs): name for name, convs in CONVOLUTIONS.items()}[len(layout.convs)]
     channels = 4
-    for name, (side, _, out) in zip(layout.convs, CONVOLUTIONS[network], strict=True):
+    for name, (side, _, out) in zip(layout.convs, convolutions(network, frame_size), strict=True):
         check_layer(source, network, name, layers[name], (side, side, channels, out))
         channels = out
 
@@ -175,7 +194,7 @@ def make_teacher(
     if support is not None:
         used["support"] = support
     params = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf, np.float32)), used)
-    return Teacher(kind, network, PADDING[network][rows], num_actions, params, dict(protocol), source)
+    return Teacher(kind, network, PADDING[network][rows], num_actions, params, dict(protocol), source, frame_size)
 
 
 def check_layer(source: str, network: str, name: str, layer: Layer, kernel_shape: tuple[int, ...]) -> None:

@@ -182,17 +182,22 @@ def read_shards(folder: Path, num_actions: int, start: int = 0, count: int | Non
     if found != [(shard, len(shards)) for shard in range(len(shards))]:
         raise TeacherError(f"{source}: shards are missing, or of several runs; copy all of one run's and no others")
 
-    start, count = take_range(source, start, count, sum(rows for *_, rows in shards))
-    columns = {name: np.empty((count, *row_shape), dtype) for name, (dtype, row_shape) in COLUMNS.items()}
-    offset = -start  # row of the result that the shard's row 0 would be
-    for path, _, rows in shards:
-        first, last = max(0, -offset), min(rows, count - offset)
+    known = sum(rows for *_, rows in shards)
+    if start < 0:  # of each shard, which is an environment, its newest rows
+        parts = [(max(0, rows + start // len(shards)), rows) for *_, rows in shards]
+    else:
+        start, count = take_range(source, start, count, known)
+        begins = np.cumsum([0] + [rows for *_, rows in shards])
+        parts = [tuple(np.clip((start - b, start + count - b), 0, rows)) for b, (*_, rows) in zip(begins, shards)]
+    _, count = take_range(source, 0, sum(last - first for first, last in parts), known)
+    columns, at = {name: np.empty((count, *row_shape), dtype) for name, (dtype, row_shape) in COLUMNS.items()}, 0
+    for (path, _, rows), (first, last) in zip(shards, parts, strict=True):
         if first < last:
-            part = (first, last - first, first + offset)
             with reading(str(path)), zipfile.ZipFile(path) as archive:
                 for name, (dtype, row_shape) in COLUMNS.items():
                     with archive.open(f"{name}.npy") as stream:
                         npy_header(stream, f"{path}, {name}", dtype, row_shape)
+                        part = (int(first), int(last - first), at)
                         read_rows(stream, f"{path}, {name}", rows, [part], columns[name])
-        offset += rows
+            at += int(last - first)
     return check_replay(Replay(**columns, protocol=shards[0][1].get("protocol", {}), source=source), num_actions)

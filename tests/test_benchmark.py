@@ -40,7 +40,7 @@ def test_one_lucky_game_does_not_end_a_run(tmp_path):
     assert compare.arrived(lasting, 30) and not compare.arrived(lasting, 31)
 
 
-@pytest.mark.parametrize("script", compare.SETTINGS)
+@pytest.mark.parametrize("script", compare.ATARI)
 @pytest.mark.parametrize("env_id", ["Pong-v5", "Breakout-v5"])
 def test_the_compared_settings_are_flags_and_share_what_they_can(script, env_id):
     def read(name):
@@ -88,6 +88,9 @@ def test_report_reads_off_the_thresholds_and_draws(tmp_path, monkeypatch, capsys
         folder = tmp_path / f"{script}{seed}"
         keep.main(str(fake_run(folder, curve, script, seed=seed, seconds=60.0)), "compare", "", "", 30)
     keep.main(str(fake_run(tmp_path / "ablation", [1, 2], "impact_atari")), "ablation-target")
+    for variant, seed, curve in ("default", 1, [0, 8, 20]), ("default", 2, [2, 9, 40]), ("zero-lag", 1, [1, 2, 8]):
+        run = fake_run(tmp_path / f"{variant}{seed}", curve, "impact_mujoco", "Hopper-v4", seed, seconds=60.0)
+        keep.main(str(run), variant)
     capsys.readouterr()
     report.main(tmp_path / "results", tmp_path / "figures")
     out = capsys.readouterr().out
@@ -96,8 +99,11 @@ def test_report_reads_off_the_thresholds_and_draws(tmp_path, monkeypatch, capsys
     assert "| Breakout-v5 +30 | `impala_atari` | lasting | 1 of 1 | 0.16 | 8.0 |" in out
     assert "| Breakout-v5 +30 | `ppo_atari` | lasting | 0 of 1 | - | - |" in out
     assert f"IMPACT / IMPALA: {4.5 / 8:.2f}" in out
+    assert "| Hopper-v4 | `impact_mujoco` | default | 2 | 30.0 | 30.0 (20.0 to 40.0) | - | 333 (333 to 333) |" in out
+    assert "| Breakout-v5 | `impact_atari` | ablation-target | 1 | 2.0 | 2.0 | 0.01 | 2000 |" in out
+    assert "Hopper-v4: 2 of 2 runs reach 8, the end of the synchronous form, 0.67 (0.67 to 0.67) of its steps" in out
     assert {path.name for path in (tmp_path / "figures").iterdir()} == {
-        "compare__Breakout-v5.png", "ablation__Breakout-v5.png"}  # fmt: skip
+        "compare__Breakout-v5.png", "ablation__Breakout-v5.png", "impact_mujoco__Hopper-v4.png"}  # fmt: skip
 
 
 def test_report_redraws_the_committed_figures(tmp_path):
