@@ -794,7 +794,7 @@ def main(args: Args) -> dict:
         for thread in threads if args.concurrency else ():
             thread.start()
         while generation < num_generations and not stop:
-            # C(N, K): the slots fill, are visited by turns, K times each, and expire together. Then the target changes, so
+            # C(N, K): the slots fill, are visited by turns, K times each, and expire together. Then the target changes:
             # it has evaluated all that is learned from. Meanwhile the actors play the next N batches, one per K visits.
             slots, kls = fill_buffer(*(take_oldest() for _ in range(args.buffer_size))), []
             for i in range(args.buffer_size):

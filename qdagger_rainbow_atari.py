@@ -25,9 +25,11 @@ workflows are those of qdagger_dqn_atari.py. Deliberately different from the pap
      of one such step are sampled together, before any of them changes a priority.
   3. A time limit is not a death: the window ends there and bootstraps from the episode's last observation.
 
+It runs on one device, CPU or GPU, and imports the package teachers/ that lies beside it.
+
     python qdagger_rainbow_atari.py --env-id Pong-v5                    with the bundled teacher
     python qdagger_rainbow_atari.py --env-id Breakout-v5 --teacher runs/Breakout-v5__qdagger_dqn_atari__1__1790000000
-    python qdagger_rainbow_atari.py --teacher none --double --dueling --noisy --epsilon 0     Rainbow, from scratch
+    python qdagger_rainbow_atari.py --teacher none --network nature --double --dueling --noisy     Rainbow of 2018
 """
 
 import os
@@ -107,7 +109,7 @@ class Args:
     teacher: str | None = None  # model file, run folder, hf://owner/repo/file, none (default: the bundled one)
     teacher_data: str | None = None  # folder of the teacher's replay (default: beside the teacher, or else collected)
     collect_steps: int = 1_000_000  # environment steps of teacher data: the newest of its replay, or collected
-    collect_epsilon: float = 0.4  # of the last environment that collects; evenly down to 0 in the first
+    collect_epsilon: float = 0.4  # of the first environment that collects; evenly down to 0 in the last
     offline_steps: int = 1_000_000  # updates of the offline phase (0: kickstarting)
     finetune: str | None = None  # run folder of this script whose weights, Adam state and replay to go on with
 
@@ -133,19 +135,18 @@ class Args:
     importance_exponent: float = 0.5  # beta of the weights (1 / probability)^beta that correct for it
     double: bool = False  # the online network chooses the action of the target (double Q-learning)
     dueling: bool = False  # separate streams for the state's value and the actions' advantages
-    noisy: bool = False  # dense layers with learned noise, which then explores; --epsilon 0 goes with it
+    noisy: bool = False  # dense layers with learned noise, which explores instead of epsilon
     noisy_sigma: float = 0.5  # sigma_0, initial scale of that noise
     epsilon: float = 0.01  # probability of a random action online
-    epsilon_decay_steps: int = 250_000  # environment steps from epsilon 1 to --epsilon, without a teacher only
+    epsilon_decay_steps: int = 250_000  # environment steps from epsilon 1 to --epsilon, if nothing was learned before
     eval_epsilon: float = 0.001  # probability of a random action in an evaluation
 
     # --- system ---
     updates_per_call: int = 50  # offline updates between two looks at the clock and at Ctrl-C; one call on a GPU
 
     def __post_init__(self):
-        may_be_0 = "seed total_timesteps offline_steps wean_steps distill_coef gamma learning_starts epsilon"
-        may_be_0 += " eval_epsilon eval_steps epsilon_decay_steps collect_epsilon learning_rate final_learning_rate"
-        may_be_0 += " importance_exponent"
+        may_be_0 = "seed total_timesteps offline_steps wean_steps distill_coef gamma epsilon eval_epsilon eval_steps"
+        may_be_0 += " epsilon_decay_steps collect_epsilon learning_rate final_learning_rate importance_exponent"
         for name, x in asdict(self).items():
             low = -1e9 if name in ("v_min", "v_max") else 0 if name in may_be_0.split() else 1e-12
             high = 1 if "epsilon" in name and "steps" not in name or name == "gamma" else 10**9
@@ -161,8 +162,12 @@ class Args:
             if getattr(self, name) < least:
                 flag = name.replace("_", "-")
                 refuse(f"--{flag} {getattr(self, name)}: must be at least {least}, a window in each environment")
-        if self.replay_capacity < self.learning_starts:
-            refuse(f"--replay-capacity {self.replay_capacity}: must be at least --learning-starts")
+        if self.final_learning_rate is not None and (self.finetune or self.teacher == "none"):
+            refuse("--final-learning-rate: is for after a teacher; without one, --learning-rate is all there is")
+        if self.replay_capacity // self.num_envs * self.num_envs < self.learning_starts:
+            refuse(
+                f"--replay-capacity {self.replay_capacity}: must be at least --learning-starts, rounded to --num-envs"
+            )
         frames = max(self.replay_capacity, self.collect_steps if self.teacher != "none" else 0)
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if frames * 84 * 84 > memory:
@@ -319,7 +324,7 @@ class ReplayBuffer:
 
     A row: the newest frame of s_t, a_t, and what the step with a_t returned. EnvPool's dummy row after an end keeps the
     episode's last frame, from which a time limit bootstraps; no transition starts there. States are rebuilt as EnvPool
-    stacks them: the first frame of an episode fills the stack."""
+    stacks them: the first frame of a game fills the stack, a lost life does not empty it."""
 
     def __init__(self, num_envs: int, rows: int, frame_shape: tuple[int, int], num_actions: int):
         self.frames = np.zeros((num_envs, rows, *frame_shape), np.uint8)  # takes its memory as it is written
@@ -329,36 +334,38 @@ class ReplayBuffer:
         self.history = np.zeros((num_envs, rows), np.int8)  # earlier frames of the same episode in the stack, at most 3
         self.starts = np.zeros((num_envs, rows), bool)  # a transition may start here
         self.teacher_policy = np.zeros((num_envs, rows, num_actions), np.float32)
-        self.begins, self.dummy = np.ones(num_envs, bool), np.zeros(num_envs, bool)  # what the next row is
+        # Around an end: its last step (over, unless it is a life's), the dummy row, the next game's first row (begins).
+        self.over, self.dummy, self.begins = *np.zeros((2, num_envs), bool), np.ones(num_envs, bool)
         self.written = 0  # rows, also those overwritten since
 
-    @classmethod
-    def of(cls, data: teachers.Replay, num_envs: int, n_step: int, num_actions: int) -> "ReplayBuffer":
-        """Data from a file, without a copy of its frames, as if `num_envs` environments had played a share each."""
-        rows = len(data.action) // num_envs
-        data = replace(data, truncated=data.truncated.copy())
-        data.truncated[rows - 1 :: rows] |= ~data.terminated[rows - 1 :: rows]  # a share's end: its story breaks off
-        buffer = cls(num_envs, 0, data.frames.shape[1:], num_actions)
-        by_env = lambda x: x[: rows * num_envs].reshape(num_envs, rows, *x.shape[1:])  # noqa: E731
-        for name in ("frames", "action", "reward", "terminated", "truncated"):
-            setattr(buffer, name, by_env(getattr(data, name)))
-        buffer.history = by_env(np.minimum(np.arange(len(data.action)) - data.begin, 3).astype(np.int8))
-        buffer.starts = by_env(data.usable(n_step))  # the files do not hold an episode's last observation
-        buffer.teacher_policy = np.zeros((num_envs, rows, num_actions), np.float32)
-        buffer.written = rows
-        return buffer
+    def fill(self, data: teachers.Replay, n_step: int):
+        """Takes rows of a file, as if the environments had played a share each. Files lack an episode's last frame, so
+        windows that a time limit ends are lost."""
+        num_envs, rows = len(self.action), len(data.action) // len(self.action)
+        data, ends = replace(data, truncated=data.truncated.copy()), slice(rows - 1, None, rows)
+        data.truncated[ends] |= ~data.terminated[ends]  # where a share ends, its story breaks off
+        columns = {name: getattr(data, name) for name in ("frames", "action", "reward", "terminated", "truncated")}
+        columns["history"] = np.minimum(np.arange(len(data.action)) - data.begin, 3).astype(np.int8)
+        columns["starts"] = data.usable(n_step)
+        for name, column in columns.items():
+            column = column[: num_envs * rows].reshape(num_envs, rows, *column.shape[1:])
+            if rows == self.action.shape[1]:
+                setattr(self, name, column)  # gigabytes of frames are not copied
+            else:
+                getattr(self, name)[:, :rows] = column
+        self.written = rows
 
     def __len__(self) -> int:
         return min(self.written, self.action.shape[1]) * len(self.action)
 
-    def add(self, obs: np.ndarray, action, reward, terminated, truncated, teacher_policy=0.0):
+    def add(self, obs: np.ndarray, action, reward, terminated, truncated, game_over, teacher_policy=0.0):
         """One row for each environment: arrays `[E, ...]`, of which obs `[E, 4, H, W]` came before the action."""
         t = self.written % self.action.shape[1]
         self.frames[:, t], self.action[:, t], self.reward[:, t] = obs[:, -1], action, reward
         self.terminated[:, t], self.truncated[:, t] = terminated, truncated
         self.history[:, t] = np.where(self.begins, 0, np.minimum(self.history[:, t - 1] + 1, 3))
         self.starts[:, t], self.teacher_policy[:, t] = ~self.dummy, teacher_policy
-        self.begins, self.dummy = self.dummy, terminated | truncated
+        self.begins, self.dummy, self.over = self.dummy & self.over, terminated | truncated, game_over
         self.written += 1
 
     def known(self, env: np.ndarray, t: np.ndarray, n_step: int) -> np.ndarray:
@@ -368,16 +375,16 @@ class ReplayBuffer:
         window = age + n_step < min(self.written, rows)
         return self.starts[env, t] & (age >= self.history[env, t]) & window
 
-    def sample(self, rng: np.random.Generator, count: int, n_step: int) -> tuple[np.ndarray, np.ndarray]:
-        """Environments and rows `[count]` of which transitions start, uniformly, with replacement."""
-        found, need = [], count
+    def sample(self, rng: np.random.Generator, shape: tuple[int, int], n_step: int) -> tuple[np.ndarray, np.ndarray]:
+        """Environments and rows `[updates, B]` of which transitions start, uniformly, with replacement."""
+        found, need = [], shape[0] * shape[1]
         while need > 0:
             env = rng.integers(len(self.action), size=need)
             t = rng.integers(min(self.written, self.action.shape[1]), size=need)
             good = self.known(env, t, n_step)
             found.append((env[good], t[good]))
             need -= int(good.sum())
-        env, t = map(np.concatenate, zip(*found))
+        env, t = (np.concatenate(x).reshape(shape) for x in zip(*found))
         return env, t
 
     def states(self, env: np.ndarray, t: np.ndarray) -> np.ndarray:
@@ -396,10 +403,12 @@ class ReplayBuffer:
 
     def ask(self, teacher: Callable[[np.ndarray], np.ndarray]):
         """Stores the teacher's policy in all rows."""
+        started, rows = time.time(), min(self.written, self.action.shape[1])
         for env in range(len(self.action)):
-            for first in range(0, self.action.shape[1], 256):
-                t = np.arange(first, first + 256) % self.action.shape[1]  # always 256: one compilation
+            for first in range(0, rows, 256):
+                t = np.arange(first, first + 256) % rows  # always 256: one compilation
                 self.teacher_policy[env, t] = teacher(self.states(np.full(256, env), t))
+                say_progress("shown to the teacher", first + 256, rows, 256, started)
 
     def export(self, env: int, protocol: dict) -> teachers.Replay:
         """One environment's rows in the order of play."""
@@ -437,48 +446,46 @@ class SumTree:
         return node - self.size
 
 
-class Priorities:
-    """Prioritised sampling (Schaul et al., 2016) of a replay buffer: in the tree are exactly the rows where transitions
-    start; all others, dummy rows among them, have priority 0."""
+class PrioritizedReplay(ReplayBuffer):
+    """Prioritised sampling (Schaul et al., 2016): in the tree are exactly the rows where transitions start; all others,
+    dummy rows among them, have priority 0."""
 
-    def __init__(self, buffer: ReplayBuffer, n_step: int):
-        self.buffer, self.n_step, self.highest = buffer, n_step, 1.0
-        self.tree = SumTree(buffer.action.size)
-        env, t = np.indices(buffer.action.shape).reshape(2, -1)
-        self.put(env, t, 1.0)
+    def __init__(self, n_step: int, *shape):
+        super().__init__(*shape)
+        self.n_step, self.highest, self.tree = n_step, 1.0, SumTree(self.action.size)
 
     def put(self, env: np.ndarray, t: np.ndarray, priority):
         """Priorities of rows `[n]`, as far as transitions start there."""
-        known = self.buffer.known(env, t, self.n_step)
-        self.tree.set(env * self.buffer.action.shape[1] + t, np.where(known, priority, 0.0))
+        self.tree.set(env * self.action.shape[1] + t, np.where(self.known(env, t, self.n_step), priority, 0.0))
 
-    def added(self):
-        """After each ReplayBuffer.add: the window of a row n steps back is complete now, so it enters with the highest
-        priority seen. The newest row replaced the oldest, and took its frame from the stacks of the three after."""
-        num_envs, rows = self.buffer.action.shape
-        newest = self.buffer.written - 1
-        env = np.arange(num_envs)
-        for t in range(newest, newest + 4):
-            gone = np.full(num_envs, t % rows)
-            leaf = env * rows + gone
-            still = self.tree.nodes[leaf + self.tree.size] * self.buffer.known(env, gone, self.n_step)
-            self.tree.set(leaf, still)
+    def fill(self, *given):
+        super().fill(*given)
+        self.put(*np.indices(self.action.shape).reshape(2, -1), 1.0)
+
+    def add(self, *given):
+        """The window of a row n steps back is complete now, so it enters with the highest priority seen. The newest row
+        replaced the oldest, and took its frame from the stacks of the three after."""
+        super().add(*given)
+        newest, (num_envs, rows) = self.written - 1, self.action.shape
+        env, t = np.repeat(np.arange(num_envs), 4), np.tile(np.arange(newest, newest + 4) % rows, num_envs)
+        self.put(env, t, self.tree.nodes[self.tree.size + env * rows + t])
         if newest >= self.n_step:
-            self.put(env, np.full(num_envs, (newest - self.n_step) % rows), self.highest)
+            self.put(np.arange(num_envs), np.full(num_envs, (newest - self.n_step) % rows), self.highest)
 
-    def sample(self, rng: np.random.Generator, count: int, beta: float) -> tuple[np.ndarray, ...]:
-        """Environments, rows and importance weights `[count]`, one from each of `count` equal shares of the priorities.
-        The weights (1 / probability)^beta are divided by the largest of them."""
+    def sample_by_priority(self, rng: np.random.Generator, shape: tuple[int, int], beta: float):
+        """Environments, rows and importance weights `[updates, B]`: for each update one from each of B equal shares of
+        the priorities. The weights (1 / probability)^beta are divided by the largest of the batch."""
         total = self.tree.nodes[1]
-        leaf = self.tree.find((np.arange(count) + rng.random(count)) / count * total)
+        mass = (np.arange(shape[1]) + rng.random(shape)) / shape[1] * total
+        leaf = self.tree.find(mass.ravel()).reshape(shape)
         weight = (self.tree.nodes[leaf + self.tree.size] / total) ** -beta
-        env, t = np.divmod(leaf, self.buffer.action.shape[1])
-        return env, t, (weight / weight.max()).astype(np.float32)
+        env, t = np.divmod(leaf, self.action.shape[1])
+        return env, t, (weight / weight.max(axis=1, keepdims=True)).astype(np.float32)
 
     def update(self, env: np.ndarray, t: np.ndarray, priority: np.ndarray):
         """New priorities of rows that were sampled."""
         self.highest = max(self.highest, float(priority.max()))
-        self.put(env, t, priority)
+        self.put(env.ravel(), t.ravel(), priority.ravel())
 
 
 # --- the mathematics --------------------------------------------------------------------------------------------------
@@ -530,10 +537,10 @@ def expected_value(logits: jax.Array, atoms: jax.Array) -> jax.Array:
     return jnp.sum(nn.softmax(logits) * atoms, axis=-1)
 
 
-def rainbow_loss(params, state: QState, batch: WeightedTransitions, weight: jax.Array, args: Args):
-    """Mean of w (L_C51 + c lambda L_distill); `weight` is lambda. The metrics hold each transition's next priority."""
+def rainbow_loss(params, state: QState, batch: WeightedTransitions, lambda_: jax.Array, args: Args):
+    """Mean of w (L_C51 + c lambda L_distill). The metrics hold each transition's next priority."""
     given, atoms = batch.transitions, jnp.linspace(args.v_min, args.v_max, args.num_atoms)
-    noise = jax.random.split(jax.random.fold_in(jax.random.key(args.seed), state.step), 3)
+    noise = jax.random.split(jax.random.fold_in(jax.random.key(args.seed + 10**9), state.step), 3)
     rngs = [{"noise": key} if args.noisy else {} for key in noise]
     logits = state.apply_fn(params, given.obs, rngs=rngs[0])
     next_logits = state.apply_fn(state.target_params, given.next_obs, rngs=rngs[1])
@@ -547,7 +554,7 @@ def rainbow_loss(params, state: QState, batch: WeightedTransitions, weight: jax.
     c51_loss = -jnp.sum(target * nn.log_softmax(take_action(logits, given.action)), axis=-1)
     q = expected_value(logits, atoms)
     distill_loss = distillation(given.teacher_policy, q, args.temperature)
-    loss = jnp.mean(batch.weight * (c51_loss + args.distill_coef * weight * distill_loss))
+    loss = jnp.mean(batch.weight * (c51_loss + args.distill_coef * lambda_ * distill_loss))
     metrics = {"losses/td_loss": jnp.mean(c51_loss), "losses/distill_loss": jnp.mean(distill_loss)}
     metrics["losses/q_values"] = jnp.mean(take_action(q, given.action))
     return loss, metrics | {"priority": jnp.sqrt(c51_loss + 1e-10)}
@@ -560,9 +567,9 @@ def take_action(x: jax.Array, action: jax.Array) -> jax.Array:
 
 # --- learner ----------------------------------------------------------------------------------------------------------
 @partial(jax.jit, static_argnames=("loss_fn", "args"), donate_argnames="state")
-def q_update(state, batch, learning_rate, weight, loss_fn: Callable, args: Args) -> tuple[Any, dict]:
+def q_update(state, batch, learning_rate, lambda_, loss_fn: Callable, args: Args) -> tuple[Any, dict]:
     """One SGD step; every `target_period` of them the target network becomes the online one."""
-    (_, metrics), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params, state, batch, weight, args)
+    (_, metrics), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params, state, batch, lambda_, args)
     direction, opt_state = state.tx.update(grads, state.opt_state)
     params = jax.tree.map(lambda p, d: p - learning_rate * d, state.params, direction)
     target_params = optax.periodic_update(params, state.target_params, state.step + 1, args.target_period)
@@ -571,18 +578,18 @@ def q_update(state, batch, learning_rate, weight, loss_fn: Callable, args: Args)
 
 
 @partial(jax.jit, static_argnames=("loss_fn", "args"), donate_argnames="state")
-def q_updates_in_one_call(state, batches, learning_rate, weight, loss_fn: Callable, args: Args) -> tuple[Any, dict]:
-    return jax.lax.scan(lambda s, batch: q_update(s, batch, learning_rate, weight, loss_fn, args), state, batches)
+def q_updates_in_one_call(state, batches, learning_rate, lambda_, loss_fn: Callable, args: Args) -> tuple[Any, dict]:
+    return jax.lax.scan(lambda s, batch: q_update(s, batch, learning_rate, lambda_, loss_fn, args), state, batches)
 
 
-def q_learn(state, batches, learning_rate, weight, loss_fn: Callable, args: Args) -> tuple[Any, dict]:
+def q_learn(state, batches, learning_rate, lambda_, loss_fn: Callable, args: Args) -> tuple[Any, dict]:
     """SGD steps on batches `[n, B, ...]`, one each; returns the metrics of every step."""
     if jax.default_backend() != "cpu":
-        return q_updates_in_one_call(state, batches, learning_rate, weight, loss_fn, args)
+        return q_updates_in_one_call(state, batches, learning_rate, lambda_, loss_fn, args)
     metrics = []  # on a CPU XLA's gradient of a convolution is dozens of times slower inside a loop of its own
     for i in range(len(jax.tree.leaves(batches)[0])):
         batch = jax.tree.map(itemgetter(i), batches)
-        state, step_metrics = q_update(state, batch, learning_rate, weight, loss_fn, args)
+        state, step_metrics = q_update(state, batch, learning_rate, lambda_, loss_fn, args)
         metrics.append(step_metrics)
     return state, jax.tree.map(lambda *x: jnp.stack(x), *metrics)
 
@@ -622,19 +629,29 @@ class Mentor:
         return np.where(rng.random(len(policy)) < epsilon, random, action).astype(np.int32)
 
 
-def collect(args: Args, mentor: Mentor, num_actions: int) -> ReplayBuffer:
-    """Teacher data D_T, where the teacher comes without: it plays `collect_steps` steps, with more random actions from
+def say_progress(what: str, done: int, total: int, step: int, started: float):
+    """A line at every tenth of a long wait, with the minutes that are left."""
+    if done * 10 // total > (done - step) * 10 // total and time.time() - started > 2:
+        left = (time.time() - started) * (total - done) / done / 60
+        print(f"             {what} {min(done, total):>10,} of {total:,}   {max(left, 0):4.0f} min left", flush=True)
+
+
+def collect(args: Args, mentor: Mentor, buffer: ReplayBuffer):
+    """Teacher data D_T, where the teacher comes without: it fills the buffer, playing with more random actions from
     environment to environment, so that mistakes and the way back from them are in the data too."""
-    env, rng = make_game(args, args.num_envs, (args.seed, 2**30)), np.random.default_rng((args.seed, 2**30))
-    (obs, _), epsilon = env.reset(), np.linspace(0.0, args.collect_epsilon, args.num_envs)
-    buffer = ReplayBuffer(args.num_envs, args.collect_steps // args.num_envs, obs.shape[2:], num_actions)
-    for _ in range(args.collect_steps // args.num_envs):
+    env, rng, started = (
+        make_game(args, args.num_envs, (args.seed, 2**30)),
+        np.random.default_rng(args.seed),
+        time.time(),
+    )
+    (obs, _), epsilon = env.reset(), np.linspace(args.collect_epsilon, 0.0, args.num_envs)
+    for i in range(1, buffer.action.shape[1] + 1):
         policy = mentor.policy(obs)
         action = mentor.act(policy, rng, epsilon)
-        next_obs, reward, terminated, truncated, *_ = step_env(env, action)
-        buffer.add(obs, action, reward, terminated, truncated, policy)
+        next_obs, reward, terminated, truncated, game_over, _ = step_env(env, action)
+        buffer.add(obs, action, reward, terminated, truncated, game_over, policy)
         obs = next_obs
-    return buffer
+        say_progress("collected", i * args.num_envs, buffer.action.size, args.num_envs, started)
 
 
 def play(args: Args, choose: Callable, entropy: tuple[int, ...], film: Path | None = None) -> np.ndarray:
@@ -763,24 +780,35 @@ def main(args: Args) -> dict:
         if wanted and not any(metadata.distributions(name=package)):
             refuse(f"{flag}: needs the package {package}; run pip install {package}, or leave the flag out")
 
-    # --- the workflow: reincarnation, fine-tuning or tabula rasa, and its own defaults ---
+    # --- the workflow: reincarnation, fine-tuning or tabula rasa; the offline phase counts its updates up to step 0 ---
     taught = not args.finetune and args.teacher != "none"
-    rate, last_rate, n_step = (1e-4, 1e-5, 3) if taught else (1e-5, 1e-5, 1) if args.finetune else (6.25e-5, 6.25e-5, 3)
+    rate, last_rate, n_step = (6.25e-5, 6.25e-5, 3)
+    if args.finetune:
+        rate, last_rate, n_step = (1e-5, 1e-5, 1)
+    if taught:
+        rate, last_rate, n_step = (1e-4, 1e-5, 3)
     if args.learning_rate is not None:
         rate, last_rate = args.learning_rate, last_rate if taught else args.learning_rate
     last_rate = last_rate if args.final_learning_rate is None else args.final_learning_rate
     n_step = args.n_step or n_step
-    epsilon = optax.constant_schedule(args.epsilon)
-    if not taught and not args.finetune:
-        epsilon = optax.linear_schedule(1.0, args.epsilon, args.epsilon_decay_steps, args.learning_starts)
-    offline_steps = args.offline_steps if taught else 0  # they count up to 0
+    offline_steps = args.offline_steps if taught else 0
     total_timesteps = args.total_timesteps // args.num_envs * args.num_envs
     if total_timesteps == offline_steps == 0:
         refuse("--total-timesteps 0: leaves nothing to do without a teacher and --offline-steps; raise one of them")
+
+    def epsilon(step: int) -> float:
+        """Falls from 1 once learning starts, but for a student that has learned before, or that noise moves."""
+        if args.noisy:
+            return 0.0
+        if args.finetune or offline_steps:
+            return args.epsilon
+        decay = args.learning_starts, args.learning_starts + args.epsilon_decay_steps
+        return float(np.interp(step, decay, (1.0, args.epsilon)))
+
     if not progress:
         progress = {"global_step": -offline_steps, "wall_seconds": 0.0, "last_returns": []}
         progress |= {"distill_weight": float(taught), "teacher_score": None}
-    global_step, weight = progress["global_step"], progress["distill_weight"]
+    global_step, lambda_ = progress["global_step"], progress["distill_weight"]
 
     # --- environment and student ---
     env = make_game(args, args.num_envs, (args.seed, max(global_step, 0)))
@@ -793,9 +821,9 @@ def main(args: Args) -> dict:
     state = QState.create(apply_fn=network.apply, params=params, tx=optimizer, target_params=params)
     if args.finetune and not checkpoint:
         saved, source = read_checkpoint("--finetune", args.finetune)
-        for name in "network", "env_id", "num_atoms", "dueling", "noisy":
-            if saved[name] != getattr(args, name):
-                refuse(f"--{name.replace('_', '-')} {getattr(args, name)}: --finetune goes on with {saved[name]}")
+        for name in "network", "env_id", "num_atoms", "v_min", "v_max", "dueling", "noisy":
+            if saved.get(name) != getattr(args, name):
+                refuse(f"--{name.replace('_', '-')} {getattr(args, name)}: --finetune goes on with {saved.get(name)}")
         state = flax.serialization.from_state_dict(state, source["state"])
     if checkpoint:
         state = flax.serialization.from_state_dict(state, checkpoint["state"])
@@ -804,37 +832,62 @@ def main(args: Args) -> dict:
     updates = int(state.step)
 
     # --- teacher, and data from files: what is wrong with them is said before any time is spent ---
-    mentor = data = folder = None
+    def new_replay(rows: int = args.replay_capacity // args.num_envs, num_envs: int = args.num_envs) -> ReplayBuffer:
+        return PrioritizedReplay(n_step, num_envs, rows, obs_shape[1:], num_actions)
+
+    mentor = folder = None
+    replay, protocol, limit = new_replay(), PROTOCOLS[args.protocol], args.max_episode_steps
     try:
         if taught:
             random_score = teachers.scores_of(args.env_id).random
             path = args.teacher or teachers.bundled_teacher(args.env_id)
             mentor = Mentor(teachers.load_teacher(path, num_actions=num_actions), args.temperature)
+            told = mentor.teacher.protocol
+            if told.get("env_id", args.env_id) != args.env_id:
+                refuse(f"--teacher {path}: it learned {told['env_id']}, not {args.env_id}; choose one of this game")
         if global_step < 0:
             folder = args.teacher_data or teachers.replay_beside(path)
         if args.finetune and not checkpoint:
             folder = teachers.replay_beside(args.finetune)
         if folder:
-            newest = args.collect_steps if taught else args.replay_capacity
+            newest = args.collect_steps if taught else args.replay_capacity // args.num_envs * args.num_envs
             data = teachers.load_replay(folder, num_actions=num_actions, start=-newest)
-            if not data.usable(n_step).any():
+            if data.protocol.get("env_id", args.env_id) != args.env_id:
+                refuse(f"{folder}: data of {data.protocol['env_id']}, not of {args.env_id}; choose those of this game")
+            if taught:
+                replay = new_replay(len(data.action), 1)
+            replay.fill(data, n_step)
+            if not replay.known(*np.indices(replay.action.shape), n_step).any():
                 refuse(f"{folder}: its {len(data.action)} rows hold no window of {n_step} steps; name longer data")
+            del data
     except teachers.TeacherError as error:
         refuse(f"{'--teacher, --teacher-data' if taught else '--finetune'}: {error}")
 
-    def new_replay() -> ReplayBuffer:
-        return ReplayBuffer(args.num_envs, args.replay_capacity // args.num_envs, obs_shape[1:], num_actions)
-
-    protocol, limit = PROTOCOLS[args.protocol], args.max_episode_steps
-    print(f"environment  {args.env_id}: 4 grey frames of 84 x 84, {num_actions} actions (minimal), limit {limit} steps "
+    # --- run folder and log ---
+    run_dir = Path(args.resume) if args.resume else make_run_dir(args)
+    logger = Logger(args, run_dir, global_step, progress["wall_seconds"])
+    print(f"run folder   {run_dir}\n"
+          f"environment  {args.env_id}: 4 grey frames of 84 x 84, {num_actions} actions (minimal), limit {limit} steps "
           f"= {4 * limit} frames, {', '.join(f'{name} {x}' for name, x in protocol.items())}, "
-          "rewards clipped for learning only")  # fmt: skip
+          "rewards clipped for learning only\n"
+          f"plan         {offline_steps:,} offline updates, {total_timesteps:,} steps in {args.num_envs} environments, "
+          f"on {jax.devices()[0].device_kind}, from {global_step:,}, "
+          f"up to {args.replay_capacity * 7056 / 1e9:.1f} GB of replay"
+          f"{' (resumed: new games, and an empty replay online)' if checkpoint else ''}", flush=True)  # fmt: skip
+    if args.finetune and not checkpoint:
+        print(f"data         {len(replay):,} steps from {folder}" if folder else
+              "data         that run kept no replay (--save-replay), so it begins with an empty one")  # fmt: skip
+
+    # --- the teacher's score and data ---
     if mentor:
-        told = mentor.teacher.protocol
-        print(f"teacher      {mentor.teacher.source}: {mentor.teacher.network} network, {mentor.teacher.kind}")
+        print(
+            f"teacher      {mentor.teacher.source}: {mentor.teacher.network} network, {mentor.teacher.kind}", flush=True
+        )
+        told = PROTOCOLS.get(told.get("protocol"), {}) | told
         if any(told.get(name, x) != x for name, x in protocol.items()):
-            print(f"warning      the teacher learned under another protocol: {told}", flush=True)
+            print(f"warning      the teacher learned under another protocol: {told}")
         if progress["teacher_score"] is None:
+            print(f"             is evaluated, {args.eval_steps:,} steps or more", flush=True)
             rng, entropy = np.random.default_rng((args.seed, 2**31)), (args.seed, 2**31)
             returns = play(args, lambda obs, _: mentor.act(mentor.policy(obs), rng, args.eval_epsilon), entropy)
             progress["teacher_score"] = float(returns.mean())
@@ -842,35 +895,22 @@ def main(args: Args) -> dict:
         if progress["teacher_score"] <= random_score:
             refuse(f"--teacher: its score is {progress['teacher_score']:.2f}, a random policy's {random_score}; choose "
                    "another, or another --protocol")  # fmt: skip
-    if global_step < 0 and data is None:
+    if global_step < 0 and folder:
+        print(f"data         {len(replay):,} steps from {folder}", flush=True)
+        replay.ask(mentor.policy)
+    elif global_step < 0:
         again = " (again: checkpoints hold none)" if checkpoint else ""
         print(f"data         none beside the teacher: it plays {args.collect_steps:,} steps{again}; the paper's data "
               "are of all its training", flush=True)  # fmt: skip
-        replay = collect(args, mentor, num_actions)
-    elif data is not None:
-        print(f"data         {len(data.action):,} steps from {folder}", flush=True)
-        replay = ReplayBuffer.of(data, 1 if taught else args.num_envs, n_step, num_actions)
-        if mentor:
-            replay.ask(mentor.policy)
-    else:
-        replay = new_replay()
-    del data  # not kept alive beyond the offline phase
-    priorities = Priorities(replay, n_step) if args.prioritized and global_step >= 0 else None
-
-    # --- run folder and log ---
-    run_dir = Path(args.resume) if args.resume else make_run_dir(args)
-    logger = Logger(args, run_dir, global_step, progress["wall_seconds"])
-    print(f"run folder   {run_dir}\n"
-          f"plan         {offline_steps:,} offline updates, {total_timesteps:,} steps in {args.num_envs} environments, "
-          f"on {jax.devices()[0].device_kind}, from {global_step:,}"
-          f"{' (resumed: new games, and an empty replay online)' if checkpoint else ''}", flush=True)  # fmt: skip
+        replay = new_replay(args.collect_steps // args.num_envs)
+        collect(args, mentor, replay)
     pending, last_returns = defaultdict(list), deque(progress["last_returns"], maxlen=20)
     (obs, _), game_return, game_length = env.reset(), np.zeros(args.num_envs), np.zeros(args.num_envs, int)
     ended = np.zeros(args.num_envs, bool)
 
     def evaluate_student(film: Path | None = None) -> np.ndarray:
-        policy = partial(choose, network.apply, state.params, key=jax.random.fold_in(eval_key, updates))
-        act = lambda obs, step: np.asarray(policy(obs, step=step, epsilon=args.eval_epsilon, noisy=False, args=args))  # noqa: E731
+        key, explore = jax.random.fold_in(eval_key, updates), (args.eval_epsilon, False, args)
+        act = lambda obs, step: np.asarray(choose(network.apply, state.params, obs, key, step, *explore))  # noqa: E731
         returns = play(args, act, (args.seed, 2**31, updates), film)
         logger.log(global_step, {"eval/episodic_return": returns.mean(), "eval/episodic_return_std": returns.std()})
         print(f"evaluation: {returns.mean():.2f} +- {returns.std():.2f} over {len(returns)} whole games", flush=True)
@@ -886,23 +926,22 @@ def main(args: Args) -> dict:
     in_main = threading.current_thread() is threading.main_thread()
     old_handlers = {s: signal.signal(s, interrupt) for s in (signal.SIGINT, signal.SIGTERM)} if in_main else {}
     logged_at, logged_step, logged_updates = time.time(), global_step, updates
-    drawn = new_priorities = None  # rows of the last updates, and the priorities that these give them
+    last = global_step >= total_timesteps
+    drawn = priority = None  # rows of the last updates, and the priorities that these give them
     try:
-        while global_step < total_timesteps and not interrupted.is_set():
+        while not last:
             start = time.time()
             if global_step < 0:  # offline: nothing but updates
                 made = due = min(args.updates_per_call, -global_step)
             else:
-                policy = mentor.policy(obs) if weight > 0 else 0.0  # a student past its teacher does not ask
-                explore = act_key, global_step, float(epsilon(global_step)), args.noisy
-                action = np.asarray(choose(network.apply, state.params, obs, *explore, args))  # sync
-                next_obs, reward, terminated, truncated, game_over, game_reward = step_env(env, action)
+                policy = mentor.policy(obs) if lambda_ > 0 else 0.0  # a student past its teacher does not ask
+                explore = act_key, global_step, epsilon(global_step), args.noisy, args
+                action = np.asarray(choose(network.apply, state.params, obs, *explore))  # sync
                 if drawn:  # the last updates are done
-                    priorities.update(*drawn, np.ravel(new_priorities))
+                    replay.update(*drawn, np.asarray(priority))
                     drawn = None
-                replay.add(obs, action, reward, terminated, truncated, policy)
-                if priorities:
-                    priorities.added()
+                next_obs, reward, terminated, truncated, game_over, game_reward = step_env(env, action)
+                replay.add(obs, action, reward, terminated, truncated, game_over, policy)
                 game_return += game_reward
                 game_length += ~ended
                 pending["charts/episodic_return"] += game_return[game_over].tolist()
@@ -916,34 +955,35 @@ def main(args: Args) -> dict:
             if due:
                 start = time.time()
                 rng = np.random.default_rng((args.seed, updates))  # so a resumed run goes on with the same stream
-                count, importance = due * args.batch_size, np.ones(due * args.batch_size, np.float32)
-                if priorities:
-                    *drawn, importance = priorities.sample(rng, count, args.importance_exponent)
-                env_t = drawn or replay.sample(rng, count, n_step)
-                *env_t, importance = (x.reshape(due, args.batch_size) for x in (*env_t, importance))
-                batches = WeightedTransitions(replay.transitions(*env_t, n_step, args.gamma), importance)
-                learning_rate = weight * rate + (1 - weight) * last_rate
+                shape = due, args.batch_size
+                if args.prioritized and global_step >= 0:
+                    *drawn, importance = replay.sample_by_priority(rng, shape, args.importance_exponent)
+                    chosen = drawn
+                else:
+                    chosen, importance = replay.sample(rng, shape, n_step), np.ones(shape, np.float32)
+                batches = WeightedTransitions(replay.transitions(*chosen, n_step, args.gamma), importance)
                 pending["time/sample"].append(time.time() - start)
-                state, metrics = q_learn(state, batches, learning_rate, weight, rainbow_loss, args)
-                new_priorities = metrics.pop("priority")
+                learning_rate = lambda_ * rate + (1 - lambda_) * last_rate
+                state, metrics = q_learn(state, batches, learning_rate, lambda_, rainbow_loss, args)
+                priority = metrics.pop("priority")
                 updates += due
                 for name, value in metrics.items():
                     pending[name].append(value)
-                pending["time/learn"].append(time.time() - start)
             global_step += made
             last = global_step >= total_timesteps or interrupted.is_set()
             if global_step == 0 and offline_steps:  # the student goes on with a replay of its own
                 replay = new_replay()
-                priorities = Priorities(replay, n_step) if args.prioritized else None
                 state = state.replace(target_params=jax.tree.map(jnp.copy, state.params))
 
-            if global_step % args.iteration_steps < made and not last:
+            if global_step % args.iteration_steps < made and global_step < total_timesteps:
                 start = time.time()
                 returns = evaluate_student()
                 logged_at += time.time() - start  # not the training's time
                 if global_step > 0 and mentor:
                     scores = returns.mean(), progress["teacher_score"], random_score
-                    weight = distill_weight(weight, *scores, global_step, args.wean_steps)
+                    lambda_ = distill_weight(lambda_, *scores, global_step, args.wean_steps)
+            if global_step >= args.wean_steps:
+                lambda_ = 0.0
             save_now = last or global_step % args.checkpoint_every < made
             if save_now or global_step % args.log_every < made:
                 means = {name: float(np.mean(np.concatenate([np.ravel(x) for x in values])))
@@ -958,26 +998,25 @@ def main(args: Args) -> dict:
                 seconds = time.time() - logged_at
                 speed, update_speed = (global_step - logged_step) / seconds, (updates - logged_updates) / seconds
                 logged_at, logged_step, logged_updates = time.time(), global_step, updates
-                means |= {"charts/updates_per_second": update_speed, "charts/distill_weight": weight}
-                means["charts/learning_rate"] = weight * rate + (1 - weight) * last_rate
+                means |= {"charts/updates_per_second": update_speed, "charts/distill_weight": lambda_}
+                means["charts/learning_rate"] = lambda_ * rate + (1 - lambda_) * last_rate
                 if mentor:
                     means["charts/teacher_score"] = progress["teacher_score"]
                 online = global_step > 0
                 if online:
-                    means |= {"charts/SPS": speed, "charts/epsilon": float(epsilon(global_step))}
+                    means |= {"charts/SPS": speed, "charts/epsilon": epsilon(global_step)}
                 if len(last_returns) == 20:
                     means["charts/episodic_return_20"] = float(np.mean(last_returns))
                 logger.log(global_step, means)
                 left, of = (total_timesteps - global_step, total_timesteps) if online else (-global_step, offline_steps)
                 returned = means.get("charts/episodic_return_20", np.nan)
-                losses = (means.get(f"losses/{name}", np.nan) for name in ("td_loss", "distill_loss"))
-                print(f"{'online' if online else 'offline'} step {global_step:>10,} {1 - left / of:4.0%}   return (20 "
-                      f"games) {returned:8.2f}   SPS {speed * online:5.0f}   updates/s {update_speed:5.0f}   lambda "
-                      f"{weight:4.2f}   "
-                      "td loss {:7.4f}   distill loss {:7.4f}".format(*losses),
-                      f"  {left / speed / 60:4.0f} min left", flush=True)  # fmt: skip
+                td_loss, distill_loss = (means.get(f"losses/{name}", np.nan) for name in ("td_loss", "distill_loss"))
+                playing = f"return (20 games) {returned:8.2f}   SPS {speed:5.0f}   " if online else ""
+                print(f"{'online' if online else 'offline'} step {global_step:>10,} {1 - left / of:4.0%}   {playing}"
+                      f"updates/s {update_speed:5.0f}   lambda {lambda_:4.2f}   td loss {td_loss:7.4f}   distill loss "
+                      f"{distill_loss:7.4f}   {left / speed / 60:4.0f} min left", flush=True)  # fmt: skip
             if save_now:
-                progress |= {"global_step": global_step, "last_returns": list(last_returns), "distill_weight": weight}
+                progress |= {"global_step": global_step, "last_returns": list(last_returns), "distill_weight": lambda_}
                 progress["wall_seconds"] = time.time() - logger.started
                 save_checkpoint(run_dir, state, progress)
     finally:
@@ -994,9 +1033,13 @@ def main(args: Args) -> dict:
         model = {"format": f"{Path(__file__).stem} 1", "args": json.dumps(asdict(args))}
         model["params"] = jax.device_get(state.params)
         write_whole(run_dir / "model.msgpack", flax.serialization.msgpack_serialize(model))
-    if args.save_replay and replay.written:
+    if args.save_replay:
+        print(f"saves the {len(replay):,} steps in the replay", flush=True)
         shards = (replay.export(i, {"env_id": args.env_id, "protocol": args.protocol}) for i in range(args.num_envs))
-        teachers.save_replay(run_dir / "replay", shards, args.num_envs)
+        try:
+            teachers.save_replay(run_dir / "replay", shards, args.num_envs)
+        except (OSError, teachers.TeacherError) as error:
+            refuse(f"--save-replay: {error}; the model is saved", code=1)
     returns = evaluate_student(run_dir if args.capture_video else None)
     return result | {"eval_return": float(returns.mean())}
 

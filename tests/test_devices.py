@@ -47,7 +47,7 @@ def update(devices, envs=slice(None)) -> dict[str, np.ndarray]:
     batch = script.first_visit(state, rollout, ARGS)
     rows = script.deal_rows(np.random.default_rng(1), 2, B, ARGS)
     state, _ = script.learn(state, batch, rows, script.impact_loss, ARGS)
-    state = script.end_generation(state, jax.numpy.float32(0.1), ARGS, update_target=True)
+    state = script.end_generation(state, (jax.numpy.float32(0.1),), ARGS, update_target=True)
     leaves = jax.tree_util.tree_leaves_with_path(state.params)
     return {jax.tree_util.keystr(path): np.asarray(leaf.addressable_data(0)) for path, leaf in leaves}
 

@@ -212,12 +212,14 @@ def test_kl_weight_adapts_and_target_is_a_copy():
     for kl, factor in [(0.09, 1.5), (0.05, 1.0), (0.03, 1.0), (0.01, 0.5)]:
         args = Args(kl_coef=2.0, kl_target=0.04)
         state = tiny_state(params, tiny_params(np.random.default_rng(9)), kl_coef=2.0)
-        state = script.end_generation(state, jnp.float32(kl), args, update_target=True)
+        state = script.end_generation(state, (jnp.float32(kl),), args, update_target=True)
         np.testing.assert_allclose(state.kl_coef, 2.0 * factor)
         jax.tree.map(np.testing.assert_array_equal, state.target_params, params)
-        state = script.end_generation(state, jnp.float32(kl), args, True)  # shared memory would be an error: donated
+        state = script.end_generation(state, (jnp.float32(kl),), args, True)  # shared memory would be an error: donated
     target = tiny_params(np.random.default_rng(9))
-    state = script.end_generation(tiny_state(params, target, kl_coef=2.0), jnp.float32(0.09), args, update_target=False)
+    state = script.end_generation(
+        tiny_state(params, target, kl_coef=2.0), (jnp.float32(0.09),), args, update_target=False
+    )
     np.testing.assert_allclose(state.kl_coef, 3.0)
     jax.tree.map(np.testing.assert_array_equal, state.target_params, target)
 

@@ -247,8 +247,8 @@ def run(monkeypatch, tmp_path, **settings):
         return Target(num_envs, int(np.random.SeedSequence(entropy).generate_state(1)[0]))
 
     monkeypatch.setattr(script, "make_task", make_task)
-    small = dict(num_envs=8, num_steps=16, buffer_size=4, passes=4, free_log_std=False, learning_rate=1e-3, total_timesteps=128 * 150,
-                 gamma=0.9, eval_episodes=20, runs_dir=str(tmp_path))  # fmt: skip
+    small = dict(num_envs=8, num_steps=16, buffer_size=4, passes=4, free_log_std=False, learning_rate=1e-3,
+                 total_timesteps=128 * 150, gamma=0.9, eval_episodes=20, runs_dir=str(tmp_path))  # fmt: skip
     return script.main(Args(**small | settings))
 
 

@@ -2,8 +2,10 @@
 
 import csv
 import json
+import signal
 import threading
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -29,29 +31,35 @@ import teachers
 
 # --- replay: n-step windows against a walk through everything that was played -----------------------------------------
 def played(num_envs, steps, seed, end_probability=0.15):
-    """Random play of EnvPool's kind: per environment a list of rows, with dummy rows after ends and true stacks."""
+    """Random play of EnvPool's kind: per environment a list of rows, with dummy rows after ends and true stacks. Ends
+    are games, lives (which do not empty the stack) and time limits."""
     rng, histories = np.random.default_rng(seed), []
     for _ in range(num_envs):
         rows, dummy, stack = [], False, None
         for _ in range(steps):
             frame = rng.integers(0, 256, (2, 3), np.uint8)
-            new = stack is None or rows[-1]["dummy"]
+            new = stack is None or rows[-1]["dummy"] and rows[-2]["over"]
             stack = np.stack([frame] * 4) if new else np.stack([*stack[1:], frame])
             end = not dummy and rng.random() < end_probability
             terminated = end and rng.random() < 0.6
             reward = 0.0 if dummy else float(rng.normal())
             row = dict(obs=stack, action=int(rng.integers(3)), reward=reward, dummy=dummy)
-            rows.append(row | dict(terminated=terminated, truncated=end and not terminated))
+            over = end and not (terminated and rng.random() < 0.5)
+            rows.append(row | dict(terminated=terminated, truncated=end and not terminated, over=over))
             dummy = end
         histories.append(rows)
     return histories
 
 
+def columns(at_once):
+    names = ("obs", "action", "reward", "terminated", "truncated", "over")
+    return (np.array([row[name] for row in at_once]) for name in names)
+
+
 def filled(histories, rows):
     buffer = script.ReplayBuffer(len(histories), rows, (2, 3), 3)
     for at_once in zip(*histories):
-        names = ("obs", "action", "reward", "terminated", "truncated")
-        buffer.add(*(np.array([row[name] for row in at_once]) for name in names), np.full((len(histories), 3), 1 / 3))
+        buffer.add(*columns(at_once), np.full((len(histories), 3), 1 / 3))
     return buffer
 
 
@@ -78,7 +86,7 @@ def test_transitions_equal_a_walk_through_the_games(n, steps):
     for env, history in enumerate(histories):
         oldest = max(0, steps - rows)
         for i in range(oldest, steps):
-            begin = next((j for j in range(i, -1, -1) if j == 0 or history[j - 1]["dummy"]), 0)
+            begin = next(j for j in range(i, -1, -1) if j == 0 or history[j - 1]["dummy"] and history[j - 2]["over"])
             stack_there = i - min(3, i - begin) >= oldest
             there = stack_there and not history[i]["dummy"] and i + n < steps
             where = np.array([env]), np.array([i % rows])
@@ -99,7 +107,7 @@ def test_sampling_is_uniform_over_the_known_rows():
     buffer = filled(played(3, 100, seed=5), 40)
     env, t = np.meshgrid(np.arange(3), np.arange(40), indexing="ij")
     known = buffer.known(env.ravel(), t.ravel(), 3).reshape(3, 40)
-    draws = buffer.sample(np.random.default_rng(0), 40_000, 3)
+    draws = buffer.sample(np.random.default_rng(0), (4, 10_000), 3)
     counts = np.zeros((3, 40))
     np.add.at(counts, draws, 1)
     assert not counts[~known].any()
@@ -108,7 +116,8 @@ def test_sampling_is_uniform_over_the_known_rows():
 
 
 def test_exported_data_become_the_same_transitions_but_for_time_limits():
-    """To teachers.Replay and back: only windows that end at a time limit go, since files lack its observation."""
+    """To teachers.Replay and back: only windows that end at a time limit go, since files lack its observation, and the
+    first two states of a new life, since files know beginnings of games alone."""
     n, histories = 3, played(2, 90, seed=7)
     buffer = filled(histories, 60)
     parts = [buffer.export(env, {}) for env in range(2)]
@@ -116,8 +125,9 @@ def test_exported_data_become_the_same_transitions_but_for_time_limits():
         name: np.concatenate([getattr(part, name) for part in parts])
         for name in ("frames", "action", "reward", "terminated", "truncated", "first")
     }
-    again = script.ReplayBuffer.of(teachers.Replay(**joined, protocol={}, source=""), 2, n, 3)
-    assert again.frames.base is not None  # no copy of seven gigabytes
+    again, frames = script.ReplayBuffer(2, 60, (2, 3), 3), joined["frames"]
+    again.fill(teachers.Replay(**joined, protocol={}, source=""), n)
+    assert np.shares_memory(again.frames, frames)  # no copy of seven gigabytes
     lost = 0
     for env in range(2):
         for i in range(30, 90):
@@ -125,7 +135,9 @@ def test_exported_data_become_the_same_transitions_but_for_time_limits():
             window = histories[env][i : i + n]
             end = next((k for k, row in enumerate(window) if row["terminated"] or row["truncated"]), None)
             at_limit = end is not None and window[end]["truncated"]
-            if not buffer.known(*old, n) or at_limit:
+            past = histories[env][max(i - 3, 1) : i]
+            new_life = any(row["dummy"] and not histories[env][i - 4 + k]["over"] for k, row in enumerate(past))
+            if not buffer.known(*old, n) or at_limit or (new_life and not again.known(*new, n)):
                 lost += bool(buffer.known(*old, n)[0])
                 assert not again.known(*new, n)
                 continue
@@ -335,8 +347,9 @@ def test_both_phases(micro, monkeypatch):
 
 def test_kickstarting_has_no_offline_phase_and_needs_no_data(micro, monkeypatch):
     monkeypatch.setattr(script, "collect", None)
-    result = micro(MatchTheBit, fake_teacher(), offline_steps=0, total_timesteps=1600)
+    result = micro(MatchTheBit, fake_teacher(), offline_steps=0, total_timesteps=1600, epsilon_decay_steps=400)
     assert result["eval_return"] > 2.8 and min(rows_of(result, "charts/distill_weight")) > 0
+    assert rows_of(result, "charts/epsilon")[200] > 0.9  # nothing was learned before, so it explores
 
 
 def test_a_dqn_teaches_with_its_replay_and_is_fine_tuned(micro, monkeypatch, capsys):
@@ -359,6 +372,25 @@ def test_a_dqn_teaches_with_its_replay_and_is_fine_tuned(micro, monkeypatch, cap
     assert student["eval_return"] > 2.8 and student["teacher_score"] > 2.8
 
 
+@pytest.mark.parametrize("protocol", ["dopamine", "classic"])
+def test_states_are_rebuilt_as_envpool_showed_them(protocol):
+    """Real Breakout, lives and games lost: every state that is acted on is the state that is learned from."""
+    args = script.Args(env_id="Breakout-v5", protocol=protocol, max_episode_steps=150)
+    env, rng = script.make_game(args, 4, (0,)), np.random.default_rng(0)
+    buffer, shown, ends = script.ReplayBuffer(4, 400, (84, 84), 4), [], 0
+    obs, _ = env.reset()
+    for _ in range(400):
+        action = rng.integers(0, 4, 4)
+        next_obs, reward, terminated, truncated, game_over, _ = script.step_env(env, action)
+        buffer.add(obs, action, reward, terminated, truncated, game_over)
+        shown.append(obs)
+        ends += (terminated & ~game_over).sum() if protocol == "classic" else truncated.sum()
+        obs = next_obs
+    assert ends > 3
+    env, t = np.nonzero(buffer.starts)
+    np.testing.assert_array_equal(buffer.states(env, t), np.stack(shown, 1)[env, t])
+
+
 # --- resuming ---------------------------------------------------------------------------------------------------------
 def test_resume_offline_gives_the_very_same_student(micro, monkeypatch):
     assert threading.current_thread() is threading.main_thread()
@@ -373,6 +405,22 @@ def test_resume_offline_gives_the_very_same_student(micro, monkeypatch):
     jax.tree.map(np.testing.assert_array_equal, params_of(whole), params_of(rest))
     steps = [int(row["global_step"]) for row in csv.DictReader((rest["run_dir"] / "metrics.csv").open())]
     assert steps == sorted(steps)
+
+
+def test_ctrl_c_in_an_evaluation_saves(micro, monkeypatch):
+    play, calls = script.play, []
+
+    def interrupted_play(*given):
+        calls.append(0)
+        if len(calls) == 2:  # the first is the teacher's
+            signal.raise_signal(signal.SIGINT)
+        return play(*given)
+
+    monkeypatch.setattr(script, "play", interrupted_play)
+    settings = dict(offline_steps=200, total_timesteps=0, iteration_steps=100)
+    part = micro(MatchTheBit, fake_teacher(), **settings)
+    rest = micro(MatchTheBit, fake_teacher(), resume=str(part["run_dir"]), **settings)
+    assert -200 < part["global_step"] < 0 and rest["global_step"] == 0
 
 
 def test_resume_online_keeps_weight_and_score(micro, monkeypatch, capsys):
@@ -403,6 +451,8 @@ def test_resume_online_keeps_weight_and_score(micro, monkeypatch, capsys):
         (dict(collect_steps=10), "--collect-steps 10: must be at least 64"),
         (dict(finetune="x", teacher="y"), "leave out --teacher or --finetune"),
         (dict(eval_episodes=0), "--eval-episodes 0"),
+        (dict(num_envs=6, replay_capacity=20_000), "--replay-capacity 20000: must be at least --learning-starts"),
+        (dict(teacher="none", final_learning_rate=1e-5), "--final-learning-rate: is for after a teacher"),
     ],
 )
 def test_bad_flags(capsys, settings, message):
@@ -424,7 +474,25 @@ def test_bad_teachers(capsys, tmp_path, micro):
     refused(capsys, main(teacher="none", resume=str(tmp_path)), "--resume")
     assert not (tmp_path / "runs").exists()
     refused(capsys, lambda: micro(MatchTheBit, fake_teacher(right=False)), "a random policy's 1.5; choose another")
-    assert not list(tmp_path.glob("Pong*"))
+    wrong_game = SimpleNamespace(**vars(fake_teacher()) | {"protocol": {"env_id": "Qbert-v5"}})
+    refused(capsys, lambda: micro(MatchTheBit, wrong_game), "it learned Qbert-v5, not Pong-v5")
+
+
+def test_windows_longer_than_the_data(micro, capsys):
+    micro.size = 84
+    folder = str(micro(MatchTheBit, total_timesteps=400, save_replay=True)["run_dir"])
+    long = dict(teacher_data=folder, n_step=500, offline_steps=10, collect_steps=4000, learning_starts=3000)
+    refused(capsys, lambda: micro(MatchTheBit, fake_teacher(), **long), "rows hold no window of 500 steps")
+    settings = dict(finetune=folder, teacher=None, n_step=101, learning_starts=1000)
+    refused(capsys, lambda: micro(MatchTheBit, **settings), "rows hold no window of 101 steps")
+
+
+def test_fine_tuning_keeps_the_replays_capacity(micro, capsys):
+    """Fewer steps of data than --learning-starts: playing fills the rest, then it learns."""
+    micro.size = 84
+    folder = str(micro(MatchTheBit, total_timesteps=240, save_replay=True)["run_dir"])
+    result = micro(MatchTheBit, total_timesteps=240, finetune=folder, teacher=None, learning_starts=400)
+    assert "240 steps from" in capsys.readouterr().out and rows_of(result, "losses/td_loss")
 
 
 def test_another_network_cannot_be_fine_tuned(micro, capsys):

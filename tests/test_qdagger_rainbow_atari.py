@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from micro_envs import MatchTheBit, RightAction
 from micro_qdagger import GAMMA, Micro, action_values, fake_teacher, interrupt_at, params_of, refused, rows_of
-from test_qdagger_dqn_atari import filled, played
+from test_qdagger_dqn_atari import columns, played
 
 import qdagger_dqn_atari
 import qdagger_rainbow_atari as script
@@ -153,45 +153,43 @@ def test_a_batch_from_a_million_takes_well_under_a_millisecond():
 def test_exactly_the_known_rows_have_a_priority(n, steps):
     """After every step, the ring wrapped round or not: dummy rows, open windows and torn stacks are never drawn."""
     histories, rows = played(3, steps, seed=n), 40
-    buffer = script.ReplayBuffer(3, rows, (2, 3), 3)
-    priorities, rng = script.Priorities(buffer, n), np.random.default_rng(0)
+    buffer, rng = script.PrioritizedReplay(n, 3, rows, (2, 3), 3), np.random.default_rng(0)
     for at_once in zip(*histories):
-        names = ("obs", "action", "reward", "terminated", "truncated")
-        buffer.add(*(np.array([row[name] for row in at_once]) for name in names))
-        priorities.added()
+        buffer.add(*columns(at_once))
         env, t = np.indices((3, rows)).reshape(2, -1)
-        leaves = priorities.tree.nodes[priorities.tree.size :][: 3 * rows]
+        leaves = buffer.tree.nodes[buffer.tree.size :][: 3 * rows]
         np.testing.assert_array_equal(leaves > 0, buffer.known(env, t, n))
         if leaves.any():
-            env, t, weight = priorities.sample(rng, 16, 0.5)
-            assert buffer.known(env, t, n).all() and weight.max() == 1.0
-            priorities.update(env, t, rng.random(16) + 0.1)
+            env, t, weight = buffer.sample_by_priority(rng, (2, 16), 0.5)
+            assert buffer.known(env, t, n).all() and (weight.max(axis=1) == 1.0).all()
+            buffer.update(env, t, rng.random((2, 16)) + 0.1)
 
 
 def test_sampling_follows_the_priorities_and_the_weights_correct_for_it():
-    buffer, rng = filled(played(3, 100, seed=5), 40), np.random.default_rng(0)
-    priorities = script.Priorities(buffer, 3)
+    buffer, rng = script.PrioritizedReplay(3, 3, 40, (2, 3), 3), np.random.default_rng(0)
+    for at_once in zip(*played(3, 100, seed=5)):
+        buffer.add(*columns(at_once))
     env, t = np.indices((3, 40)).reshape(2, -1)
     wanted = rng.random(120) * buffer.known(env, t, 3)
-    priorities.put(env, t, wanted)
+    buffer.put(env, t, wanted)
     share, counts = wanted / wanted.sum(), np.zeros(120)
-    for _ in range(2000):
-        drawn_env, drawn_t, weight = priorities.sample(rng, 32, 0.5)
-        counts += np.bincount(drawn_env * 40 + drawn_t, minlength=120)
-        expected = share[drawn_env * 40 + drawn_t] ** -0.5
-        np.testing.assert_allclose(weight, expected / expected.max(), rtol=1e-5)
+    for _ in range(1000):
+        drawn_env, drawn_t, weight = buffer.sample_by_priority(rng, (2, 32), 0.5)
+        rows = drawn_env * 40 + drawn_t
+        counts += np.bincount(rows.ravel(), minlength=120)
+        assert (np.diff(np.cumsum(share)[rows], axis=1) >= 0).all()  # each batch is stratified by itself
+        expected = share[rows] ** -0.5
+        np.testing.assert_allclose(weight, expected / expected.max(axis=1, keepdims=True), rtol=1e-5)
     assert np.abs(counts - 64_000 * share).max() < 5 * np.sqrt(64_000 * share.max())
 
 
 def test_a_new_row_enters_with_the_highest_priority_seen():
-    buffer = script.ReplayBuffer(1, 40, (2, 3), 3)
-    priorities = script.Priorities(buffer, 1)
+    buffer, no = script.PrioritizedReplay(1, 1, 40, (2, 3), 3), np.array([False])
     for i in range(5):
-        buffer.add(np.zeros((1, 4, 2, 3), np.uint8), [0], [0.0], np.array([False]), np.array([False]))
-        priorities.added()
+        buffer.add(np.zeros((1, 4, 2, 3), np.uint8), [0], [0.0], no, no, no)
         if i == 2:
-            priorities.update(np.array([0]), np.array([0]), np.array([7.0]))
-    assert priorities.tree.nodes[priorities.tree.size :][:6].tolist() == [7.0, 1.0, 7.0, 7.0, 0.0, 0.0]
+            buffer.update(np.array([0]), np.array([0]), np.array([7.0]))
+    assert buffer.tree.nodes[buffer.tree.size :][:6].tolist() == [7.0, 1.0, 7.0, 7.0, 0.0, 0.0]
 
 
 # --- networks ---------------------------------------------------------------------------------------------------------
@@ -261,7 +259,7 @@ def values(result, kind):
 OPTIONS = {
     "paper": dict(),
     "uniform": dict(prioritized=False),
-    "full": dict(double=True, dueling=True, noisy=True, epsilon=0.0, epsilon_decay_steps=1, total_timesteps=3600),
+    "full": dict(double=True, dueling=True, noisy=True, total_timesteps=3600),
 }
 
 
@@ -279,7 +277,7 @@ def test_rainbow_alone_learns_a_match(micro, options):
 
 def test_both_phases(micro, monkeypatch):
     """Offline uniformly with weight 1, online by priority; then weaned."""
-    weights, sampled, update = [], [], script.Priorities.update
+    weights, sampled, update = [], [], script.PrioritizedReplay.update
     q_learn = script.q_learn
 
     def spy_learn(state, batches, *rest):
@@ -291,7 +289,7 @@ def test_both_phases(micro, monkeypatch):
         return update(self, env, t, priority)
 
     monkeypatch.setattr(script, "q_learn", spy_learn)
-    monkeypatch.setattr(script.Priorities, "update", spy_update)
+    monkeypatch.setattr(script.PrioritizedReplay, "update", spy_update)
     settings = dict(offline_steps=200, total_timesteps=1200, iteration_steps=400, epsilon=0.1)
     result = micro(MatchTheBit, fake_teacher(), **settings)
     assert all((weight == 1.0).all() for step, weight in weights if step < 200)

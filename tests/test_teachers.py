@@ -13,6 +13,7 @@ import zipfile
 from dataclasses import replace
 from types import SimpleNamespace
 
+import envpool
 import flax
 import flax.linen as nn
 import jax
@@ -21,6 +22,7 @@ import numpy as np
 import optax
 import pytest
 
+import impact_atari
 import teachers
 from teachers import (
     TeacherError,
@@ -484,7 +486,9 @@ def test_other_and_damaged_files_are_refused(tmp_path, ours, monkeypatch):
     write_ours(path, "impact_mujoco", {}, ours[1])
     refuses("format 'impact_mujoco 1' is unknown")
     write_ours(path, "impact_atari", {"frame_size": 42}, ours[1])
-    refuses("trained on 42 x 42 frames")
+    refuses(r"has shape \(8, 8, 4, ")
+    write_ours(path, "qdagger_rainbow_atari", {"noisy": True, "dueling": False}, ours[1])
+    refuses("trained with --noisy or --dueling")
     write_ours(path, "impact_atari", {}, {"params": ours[1]["params"] | {"Noisy_0": {"kernel": 1, "bias": 2}}})
     refuses("unknown network with the layers Conv_0, Conv_1, Dense_0, Dense_1, Dense_2, Noisy_0")
     write_ours(path, "qdagger_rainbow_atari", {"num_atoms": 10**12, "v_min": 0.0, "v_max": 1.0}, {"params": {
@@ -853,9 +857,11 @@ def test_shards(tmp_path):
             assert getattr(got, name).dtype == getattr(replay, name).dtype
             np.testing.assert_array_equal(getattr(got, name), getattr(replay, name)[rows])
         assert got.protocol == replay.protocol
-    assert len(load_replay(tmp_path / "run", num_actions=A, start=-4).action) == 4
+    newest = load_replay(tmp_path / "run", num_actions=A, start=-6)  # of each of the three shards two
+    np.testing.assert_array_equal(newest.frames, replay.frames[[3, 4, 8, 9, 12, 13]])
     assert len(load_replay(tmp_path / "run", num_actions=A, start=-400).action) == 14
     assert replay_beside(tmp_path / "run") == tmp_path / "run" / "replay" and replay_beside(tmp_path) is None
+    assert replay_beside(tmp_path / "run" / "model.msgpack") == tmp_path / "run" / "replay"
     with pytest.raises(TeacherError, match="holds replay data already"):
         save_replay(tmp_path / "run" / "replay", [replay], 1)
 
@@ -901,3 +907,26 @@ def test_shards_refused(tmp_path):
     refuses("truncated, its header promises 8 rows")
     lie(3, 8)
     refuses("holds more than the 3 rows")
+
+
+def test_the_bundled_teacher_and_frames_of_42():
+    """It learned from frames of 42 x 42; EnvPool's are means of 2 x 2 pixels of those of 84 x 84, to a grey level."""
+    path = teachers.bundled_teacher("Pong-v5")
+    assert path.stat().st_size < 4 * 2**20
+    facts = json.loads(path.with_suffix(".json").read_text())
+    assert {"command", "commit", "seed", "date", "scores"} <= facts.keys()
+    teacher = load_teacher(path, num_actions=6)
+    assert teacher.frame_size == 42
+    network, model = impact_atari.ActorCritic("shallow", 6), flax.serialization.msgpack_restore(path.read_bytes())
+    envs = [
+        envpool.make("Pong-v5", env_type="gymnasium", num_envs=1, seed=3, img_height=size, img_width=size)
+        for size in (84, 42)
+    ]
+    large, small = (env.reset()[0] for env in envs)
+    for action in np.random.default_rng(0).integers(0, 6, (60, 1)):
+        means = large.reshape(1, 4, 42, 2, 42, 2).mean((3, 5))
+        assert np.abs(means - small).max() <= 1.0
+        np.testing.assert_allclose(teacher.apply(large), network.apply(model["params"], small)[0], atol=0.3)
+        large, small = (env.step(action)[0] for env in envs)
+    with pytest.raises(TeacherError, match="no bundled teacher"):
+        teachers.bundled_teacher("Qbert-v5")
