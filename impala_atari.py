@@ -477,10 +477,9 @@ def load_checkpoint(args: Args) -> tuple[Args, dict]:
     its default is refused, not ignored."""
     saved, checkpoint = read_checkpoint("--resume", args.resume)
     of_the_process = {"resume", "coordinator_address", "num_processes", "process_id"} & asdict(args).keys()
-    try:
-        resumed = Args(**saved | {name: getattr(args, name) for name in of_the_process})
-    except TypeError as error:
-        refuse(f"--resume {args.resume}: its args.json has other fields than this script's ({error}); start a new run")
+    if saved.keys() != asdict(args).keys():
+        refuse(f"--resume {args.resume}: cannot read its args.json, which has other fields than this script's")
+    resumed = Args(**saved | {name: getattr(args, name) for name in of_the_process})
     for name, given in asdict(args).items():
         if name not in of_the_process and given not in (getattr(Args, name), getattr(resumed, name)):
             refuse(f"--{name.replace('_', '-')} {given}: a resumed run keeps its settings; leave the flag out")

@@ -3,9 +3,13 @@
 import csv
 import importlib
 import json
+import os
 import shlex
+import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tyro
@@ -13,7 +17,9 @@ import tyro
 BENCHMARK = Path(__file__).resolve().parent.parent / "benchmark"
 sys.path.insert(0, str(BENCHMARK))
 import compare
+import gpu_check
 import keep
+import protocol
 import report
 
 
@@ -110,3 +116,58 @@ def test_report_redraws_the_committed_figures(tmp_path):
     report.main(BENCHMARK / "results", tmp_path)
     drawn, committed = ({path.name for path in folder.iterdir()} for folder in (tmp_path, BENCHMARK / "figures"))
     assert drawn == committed
+
+
+@pytest.mark.parametrize("name, least", [("paper_atari", 54), ("paper_mujoco", 27), ("paper_reincarnation", 130)])
+def test_the_papers_protocols_list_what_would_run(name, least):
+    """Every line is a command that its script accepts; --dry-run runs none of them."""
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    command = ["bash", str(BENCHMARK / f"{name}.sh"), "--dry-run", "--steps-per-second", "1000"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if " python " in line]
+    assert len(lines) >= least and all(" h   " in line for line in lines)
+    hours = sum(float(line.split(" h ")[0]) for line in lines)
+    assert float(done.stdout.split("\n\n")[-1].split()[0]) == pytest.approx(hours, rel=0.02)
+
+
+def test_a_protocol_skips_goes_on_and_keeps(tmp_path, monkeypatch):
+    started, kept = [], []
+
+    def run(command):
+        started.append(command[2:])
+        for folder in (tmp_path / "paper").glob("*"):
+            (folder / "model.msgpack").touch()
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(protocol.subprocess, "run", run)
+    monkeypatch.setattr(protocol.keep, "main", lambda *given: kept.append(given[:2]))
+    for seed in 1, 2:
+        (tmp_path / "paper" / f"Pong-v5__ppo_atari__{seed}__7").mkdir(parents=True)
+    (tmp_path / "paper/Pong-v5__ppo_atari__1__7/model.msgpack").touch()
+    (tmp_path / "paper/Pong-v5__ppo_atari__2__7/checkpoint.msgpack").touch()
+    lines = [f"paper\tppo_atari.py --env-id Pong-v5 --seed {seed}\n" for seed in (1, 2)]
+    protocol.main(protocol.Protocol(runs_dir=str(tmp_path)), lines)
+    assert started == [["--resume", str(tmp_path / "paper/Pong-v5__ppo_atari__2__7")]]
+    assert [Path(folder).name for folder, _ in kept] == [f"Pong-v5__ppo_atari__{seed}__7" for seed in (1, 2)]
+
+
+def test_gpu_check_reads_speeds_off_a_run(tmp_path, monkeypatch):
+    """A run that would go on for ever gets its time, Ctrl-C, and is read off; one that reaches its goal is ended."""
+    (tmp_path / "fake.py").write_text(
+        "import pathlib, sys, time\n"
+        "folder = pathlib.Path(sys.argv[sys.argv.index('--runs-dir') + 1]) / 'run'\n"
+        "folder.mkdir()\n"
+        "with (folder / 'metrics.csv').open('w') as file:\n"
+        "    file.write('global_step,wall_seconds,metric,value\\n')\n"
+        "    for i in range(10):\n"
+        "        file.write(f'{i},{i / 10},charts/SPS,{100 * i}\\n')\n"
+        "print('step 10   return (20 games)    18.50   SPS', flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    monkeypatch.setattr(gpu_check, "ROOT", tmp_path)
+    start = time.time()
+    series = gpu_check.run_for(2, "fake.py", "--seed 1")
+    assert gpu_check.second_half(series["charts/SPS"]) == 700 and 2 <= time.time() - start < 20
+    start = time.time()
+    assert gpu_check.run_for(30, "fake.py", "", until=18.0) and time.time() - start < 15

@@ -91,7 +91,10 @@ def test_two_processes_compute_the_single_device_update(single, tmp_path):
         assert_equal(dict(np.load(tmp_path / f"update{i}.npz")), single)
 
 
-@pytest.mark.parametrize("script", [impact_atari, impala_atari, ppo_atari], ids=lambda module: module.__name__)
+@pytest.mark.parametrize(
+    "script", [impact_atari, *(pytest.param(script, marks=pytest.mark.slow) for script in (impala_atari, ppo_atari))],
+    ids=lambda module: module.__name__,
+)  # fmt: skip
 def test_two_processes_train_pong_and_only_one_writes(script, tmp_path):
     outputs = two_processes(
         [sys.executable, script.__file__, "--distributed", "--frame-size", "42", "--num-envs", "4", "--num-steps", "8",

@@ -261,15 +261,17 @@ def test_learns_to_copy_the_observation(monkeypatch, tmp_path, settings):
     assert run(monkeypatch, tmp_path, **settings)["eval_return"] > 3.5  # of 5; the start is about -3.5
 
 
+@pytest.mark.slow
 def test_a_log_std_of_its_own_learns_too(monkeypatch, tmp_path):
     """It moves by at most the step size at a time, so it is slower: the start is about -3.5."""
     settings = dict(free_log_std=True, learning_rate=3e-3)
     assert run(monkeypatch, tmp_path, **settings)["eval_return"] > 1.0
 
 
+@pytest.mark.slow
 def test_without_the_normaliser_the_same_budget_teaches_less(monkeypatch, tmp_path):
     with_it = run(monkeypatch, tmp_path / "a", total_timesteps=128 * 60)["eval_return"]
-    assert run(monkeypatch, tmp_path / "b", total_timesteps=128 * 60, norm_obs=False)["eval_return"] < with_it
+    assert run(monkeypatch, tmp_path / "b", total_timesteps=128 * 60, norm_obs=False)["eval_return"] < with_it - 0.3
 
 
 # --- the real EnvPool -------------------------------------------------------------------------------------------------

@@ -54,16 +54,19 @@ def test_learns_a_constant_reward_across_truncations(script, monkeypatch, tmp_pa
     assert 8.5 < learned < 11.5, learned
 
 
+@pytest.mark.slow
 def test_learns_a_reward_that_depends_on_the_observation(script, monkeypatch, tmp_path):
     learned = values(run(script, monkeypatch, tmp_path, ObservedReward), script, ObservedReward)
     assert all(abs(v - (2 * bit - 1)) < 0.3 for _, bit, v in learned), learned
 
 
+@pytest.mark.slow
 def test_learns_a_delayed_reward(script, monkeypatch, tmp_path):
     learned = values(run(script, monkeypatch, tmp_path, DelayedReward), script, DelayedReward)
     assert all(abs(v - GAMMA ** (2 - t)) < 0.25 for t, _, v in learned), learned
 
 
+@pytest.mark.slow
 def test_learns_the_right_action(script, monkeypatch, tmp_path):
     assert run(script, monkeypatch, tmp_path, RightAction)["eval_return"] >= 0.9
 
@@ -75,7 +78,7 @@ def test_impact_learns_with_a_buffer_with_the_live_critic_and_with_the_kl_term(m
     assert run(impact_atari, monkeypatch, tmp_path, RightAction, **settings)["eval_return"] >= 0.9
 
 
-@pytest.mark.parametrize("corrected", [True, False])
+@pytest.mark.parametrize("corrected", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_v_trace_is_what_learns_from_old_rollouts(monkeypatch, tmp_path, corrected):
     """Every rollout is 15 rollouts old. With V-trace the match is learnt; taken for on-policy, it is not, or later."""
     if not corrected:
@@ -102,6 +105,7 @@ def test_learns_an_action_that_depends_on_the_observation(script, monkeypatch, t
     assert result["eval_return"] > 2.6 and result["final_return"] > 2.2  # of 3; chance is 1.5
 
 
+@pytest.mark.slow
 def test_learns_a_small_game(script, monkeypatch, tmp_path):
     frame = 84 if script is impact_atari else 42
     settings = dict(frame_size=frame, total_timesteps=128 * 200, gamma=0.99, eval_episodes=50, ent_coef=0.03)

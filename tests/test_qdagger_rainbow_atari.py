@@ -258,7 +258,7 @@ def values(result, kind):
 
 OPTIONS = {
     "paper": dict(),
-    "uniform": dict(prioritized=False),
+    "uniform": pytest.param(dict(prioritized=False), marks=pytest.mark.slow),
     "full": dict(double=True, dueling=True, noisy=True, total_timesteps=3600),
 }
 
@@ -299,6 +299,7 @@ def test_both_phases(micro, monkeypatch):
     assert result["eval_return"] > 2.8 and rows_of(result, "charts/distill_weight")[1200] == 0.0
 
 
+@pytest.mark.slow
 def test_resume_offline_gives_the_very_same_student(micro, monkeypatch):
     settings = dict(offline_steps=100, total_timesteps=0, noisy=True)
     whole = micro(MatchTheBit, fake_teacher(), **settings)
@@ -309,6 +310,7 @@ def test_resume_offline_gives_the_very_same_student(micro, monkeypatch):
     jax.tree.map(np.testing.assert_array_equal, params_of(whole), params_of(rest))
 
 
+@pytest.mark.slow
 def test_a_rainbow_is_fine_tuned_by_priority(micro):
     first = micro(RightAction, total_timesteps=800, save_replay=True, epsilon_decay_steps=400, size=84)
     settings = dict(finetune=str(first["run_dir"]), teacher=None, learning_starts=40, size=84)
