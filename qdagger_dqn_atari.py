@@ -190,6 +190,11 @@ def make_game(args: Args, num_envs: int, entropy: tuple[int, ...], render: bool 
     refuse(f"--env-id {args.env_id}: this script needs four stacked grey frames and discrete actions, as in Pong-v5")
 
 
+def game_of(env_id: str) -> str:
+    """Pong, of Pong-v5 and of PongNoFrameskip-v4."""
+    return env_id.partition("-")[0].removesuffix("NoFrameskip")
+
+
 def step_env(env, action: np.ndarray) -> tuple[np.ndarray, ...]:
     """One step of all environments: obs, clipped reward, terminated, truncated, game over, unclipped reward.
 
@@ -678,7 +683,7 @@ def main(args: Args) -> dict:
             path = args.teacher or teachers.bundled_teacher(args.env_id)
             mentor = Mentor(teachers.load_teacher(path, num_actions=num_actions), args.temperature)
             told = mentor.teacher.protocol
-            if told.get("env_id", args.env_id) != args.env_id:
+            if game_of(told.get("env_id", args.env_id)) != game_of(args.env_id):
                 refuse(f"--teacher {path}: it learned {told['env_id']}, not {args.env_id}; choose one of this game")
         if global_step < 0:
             folder = args.teacher_data or teachers.replay_beside(path)
@@ -687,11 +692,12 @@ def main(args: Args) -> dict:
         if folder:
             newest = args.collect_steps if taught else args.replay_capacity // args.num_envs * args.num_envs
             data = teachers.load_replay(folder, num_actions=num_actions, start=-newest)
-            if data.protocol.get("env_id", args.env_id) != args.env_id:
+            if game_of(data.protocol.get("env_id", args.env_id)) != game_of(args.env_id):
                 refuse(f"{folder}: data of {data.protocol['env_id']}, not of {args.env_id}; choose those of this game")
             if taught:
                 replay = new_replay(len(data.action), 1)
-            replay.fill(data, n_step)
+            if len(data.action) >= len(replay.action):
+                replay.fill(data, n_step)
             if not replay.known(*np.indices(replay.action.shape), n_step).any():
                 refuse(f"{folder}: its {len(data.action)} rows hold no window of {n_step} steps; name longer data")
             del data

@@ -12,7 +12,7 @@ what is finished.
 The ablation of IMPACT's ratio under a forced lag is three such commands, with X = impact, target, worker:
 
     python benchmark/compare.py --env-id Breakout-v5 --threshold inf --total-timesteps 1000000 --scripts impact_atari \
-        --variant ablation-X --extra "--ratio X --no-concurrency --queue-size 15"
+        --variant ablation-X --extra="--ratio X --no-concurrency --queue-size 15"
 
 IMPACT on MuJoCo, and its synchronous form, which is PPO (benchmark/README.md has all commands):
 

@@ -184,7 +184,7 @@ def read_shards(folder: Path, num_actions: int, start: int = 0, count: int | Non
 
     known = sum(rows for *_, rows in shards)
     if start < 0:  # of each shard, which is an environment, its newest rows
-        parts = [(max(0, rows + start // len(shards)), rows) for *_, rows in shards]
+        parts = [(max(0, rows - -start // len(shards)), rows) for *_, rows in shards]
     else:
         start, count = take_range(source, start, count, known)
         begins = np.cumsum([0] + [rows for *_, rows in shards])
