@@ -1,6 +1,6 @@
 """What this machine does with the six scripts, in one CSV of twelve minutes: see gpu_check.sh.
 
-Every measurement is a run of a script as a user starts it, ended with Ctrl-C after its share of the time; speeds are
+Every measurement is a run of a script as a user starts it, ended as by Ctrl-C after its share of the time; speeds are
 read off the second half of its metrics.csv, so that compilation does not count. A run that fails shows as nan.
 """
 
@@ -46,7 +46,7 @@ def run_for(seconds: float, script: str, flags: str, until: float | None = None)
                 if until is not None and returns and float(returns[-1]) >= until:
                     break
             if job.poll() is None:
-                job.send_signal(signal.SIGINT)
+                job.send_signal(signal.SIGTERM)  # like Ctrl-C, which jobs in the background may ignore
                 try:
                     job.wait(timeout=20)
                 except subprocess.TimeoutExpired:
