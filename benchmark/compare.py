@@ -1,4 +1,4 @@
-"""IMPACT, IMPALA and PPO on one game: one network, one frame size, as many environments, the same machine. And MuJoCo.
+"""IMPACT, IMPALA and PPO on one game: one network, one frame size, as many environments, the same machine.
 
     python benchmark/compare.py --env-id Breakout-v5 --threshold 30 --seeds 1 2
     python benchmark/compare.py --env-id Pong-v5 --threshold 18 --total-timesteps 5000000
@@ -12,16 +12,12 @@ what is finished.
 The ablation of IMPACT's ratio under a forced lag is three such commands, with X = impact, target, worker:
 
     python benchmark/compare.py --env-id Breakout-v5 --threshold inf --total-timesteps 1000000 --scripts impact_atari \
-        --variant ablation-X --extra="--ratio X --no-concurrency --queue-size 15"
-
-IMPACT on MuJoCo, and its synchronous form, which is PPO (benchmark/README.md has all commands):
-
-    python benchmark/compare.py --env-id HalfCheetah-v4 --threshold inf --total-timesteps 1000000 --seeds 1 2 3 \
-        --scripts impact_mujoco --variant default
+        --variant ablation-ratio-X --extra="--ratio X --no-concurrency --queue-size 15"
 """
 
 import importlib
 import json
+import math
 import shlex
 import signal
 import subprocess
@@ -40,11 +36,9 @@ SHARED = "--network shallow --num-envs 32 --num-steps 32 --num-minibatches 4 --l
 ADAM = "--learning-rate 1e-3 --clip-coef 0.2 --gae-lambda 1.0 --norm-adv --vf-coef 0.5 --max-grad-norm 0.5"
 SETTINGS = {
     "ppo_atari": f"{SHARED} {ADAM} --update-epochs 3",
-    "impact_atari": f"{SHARED} {ADAM} --passes 3 --queue-size 0",
+    "impact_atari": f"{SHARED} {ADAM} --passes 2 --queue-size 0",
     "impala_atari": f"{SHARED} --learning-rate 1e-3 --rms-eps 1e-4 --queue-size 0",
-    "impact_mujoco": "",  # its defaults
 }
-ATARI = ("ppo_atari", "impact_atari", "impala_atari")
 FRAMES = {"Pong-v5": 42}  # as IMPACT's author; Breakout's ball would be one faint pixel there (84 elsewhere)
 
 
@@ -56,7 +50,7 @@ class Compare:
     threshold: float = 30.0  # mean of the last 20 games that ends a run, if it lasts
     total_timesteps: int = 3_000_000  # budget of a run in environment steps; the step size is annealed over it
     seeds: tuple[int, ...] = (1,)  # one run of each script for each seed
-    scripts: tuple[str, ...] = ATARI  # in this order
+    scripts: tuple[str, ...] = tuple(SETTINGS)  # in this order
     variant: str = "compare"  # name of the results
     extra: str = ""  # more flags for every script, in one string
     runs_dir: str = "runs/compare"  # folder of the run folders
@@ -64,9 +58,7 @@ class Compare:
 
 def flags_of(compare: Compare, script: str, seed: int) -> str:
     flags = f"--env-id {compare.env_id} --seed {seed} --total-timesteps {compare.total_timesteps} {SETTINGS[script]}"
-    if script in ATARI:
-        flags += f" --frame-size {FRAMES.get(compare.env_id, 84)}"
-    return f"{flags.strip()} {compare.extra}".strip()
+    return f"{flags} --frame-size {FRAMES.get(compare.env_id, 84)} {compare.extra}".strip()
 
 
 def settings(args: dict) -> dict:
@@ -111,7 +103,8 @@ def run(compare: Compare, script: str, seed: int) -> bool:
     if job.returncode:
         raise SystemExit(f"error: {script}.py ended with exit code {job.returncode}; what it printed says why")
     note = "ended when the 20-game mean had stood at the threshold in five rows of the log, or at its budget"
-    keep.main(str(run_dir), compare.variant, f"python {script}.py {flags}", note, compare.threshold)
+    threshold = compare.threshold if math.isfinite(compare.threshold) else None
+    keep.main(str(run_dir), compare.variant, f"python {script}.py {flags}", note if threshold else "", threshold)
     return True
 
 

@@ -58,13 +58,13 @@ def main(protocol: Protocol, lines: list[str]):
         unfinished = [run for run in runs if (run / "checkpoint.msgpack").exists()]
         if protocol.dry_run:
             speed = protocol.steps_per_second or measured_speed(script.removesuffix(".py"))
-            steps = args.total_timesteps + getattr(args, "offline_steps", 0)
+            taught = getattr(args, "teacher", "none") != "none"
+            steps = args.total_timesteps + (args.offline_steps if taught else 0)
             hours = steps / speed / 3600 if speed else 0.0
             known, total = known and bool(speed), total + (0.0 if finished else hours)
-            state = (
-                "finished" if finished else "to be continued" if unfinished else f"{hours:.1f} h" if speed else "? h"
-            )
-            print(f"{state:>16s}   {variant:24s} python {command}")
+            state = "finished" if finished else f"{hours:.2f} h" if speed else "? h"
+            state += ", to be continued" if unfinished and not finished else ""
+            print(f"{state:>8s}   {variant:24s} python {command}")
             continue
         if not finished:
             given = ["--resume", str(unfinished[-1])] if unfinished else [*flags, "--runs-dir", str(folder)]
@@ -76,7 +76,7 @@ def main(protocol: Protocol, lines: list[str]):
                 raise SystemExit("interrupted; the same command goes on")
         keep.main(str(finished[-1]), variant, f"python {command}")
     if protocol.dry_run:
-        print(f"\n{total:.0f} hours" + ("" if known else ", without the scripts whose speed is not known yet"))
+        print(f"\n{total:.1f} hours" + ("" if known else ", without the scripts whose speed is not known yet"))
 
 
 if __name__ == "__main__":

@@ -91,6 +91,43 @@ def draw(path: Path, title: str, curves: list[tuple[str, str, Run]], threshold: 
     plt.close(figure)
 
 
+def draw_ablation(path: Path, title: str, runs: list[Run]):
+    """One panel for each thing varied (`ablation-{panel}-{value}`), the unvaried `ablation-base` in all; means over
+    seeds, each seed a thin line."""
+    panels = defaultdict(lambda: defaultdict(list))
+    base = [run for run in runs if run.variant == "ablation-base"]
+    for run in runs:
+        if run not in base and run.points:
+            _, panel, value = run.variant.split("-", 2)
+            panels[panel][value].append(run)
+    columns = min(len(panels), 2)
+    rows = -(-len(panels) // columns)
+    size = dict(figsize=(3.5 * columns, 2.5 * rows), squeeze=False, sharex=True, sharey=True, constrained_layout=True)
+    figure, axes = plt.subplots(rows, columns, **size)
+    for axis, (panel, values) in zip(axes.flat, sorted(panels.items())):
+        curves = [("default", base)] if base else []
+        curves += sorted(values.items(), key=lambda item: (not item[0].isdigit(), item[0].zfill(9)))
+        for i, (value, group) in enumerate(curves):
+            colour = "0.3" if group is base else f"C{i - bool(base)}"
+            points = [np.array(run.points) for run in group]
+            for p in points if len(points) > 1 else []:
+                axis.plot(p[:, 0] / 1e6, p[:, 2], color=colour, lw=0.5, alpha=0.4)
+            grid = np.linspace(max(p[0, 0] for p in points), min(p[-1, 0] for p in points), 200)
+            mean = np.mean([np.interp(grid, p[:, 0], p[:, 2]) for p in points], axis=0)
+            axis.plot(grid / 1e6, mean, color=colour, lw=1.4, label=value, marker="o" if len(points[0]) < 2 else None)
+        axis.set_title(panel, fontsize=9)
+        axis.legend(frameon=False, fontsize=7)
+        axis.grid(alpha=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
+    for axis in axes[-1]:
+        axis.set_xlabel("environment steps (millions)")
+    for axis in axes[:, 0]:
+        axis.set_ylabel("return")
+    figure.suptitle(title, fontsize=9)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
 def interval(values: list[float], form: str) -> str:
     """Mean over seeds, and from the lowest to the highest seed: with so few, no narrower interval would be honest."""
     text = format(sum(values) / len(values), form)
@@ -147,11 +184,10 @@ def main(results: Path = HERE / "results", figures: Path = HERE / "figures"):
     figures.mkdir(exist_ok=True)
     families, groups = defaultdict(list), defaultdict(list)
     for run in read_runs(results):
-        ablation = run.variant.startswith("ablation-")
         if run.variant == "compare":
             families["compare", run.env_id].append(run)
         else:
-            families["ablation" if ablation else run.script, run.env_id].append(run)
+            families[run.script + "__ablation" * run.variant.startswith("ablation-"), run.env_id].append(run)
             groups[run.env_id, run.script, run.variant].append(run)
 
     print("| game, 20-game mean | script | held | by seeds | steps (millions) | minutes | steps/s |")
@@ -165,10 +201,12 @@ def main(results: Path = HERE / "results", figures: Path = HERE / "figures"):
             if {"impact_atari", "impala_atari"} <= seconds.keys():
                 print(f"wall-clock of IMPACT / IMPALA: {seconds['impact_atari'] / seconds['impala_atari']:.2f}")
             continue
+        title = f"{runs[0].script}.py on {env_id}"
+        if family.endswith("__ablation"):
+            draw_ablation(path, title, runs)
+            continue
         variants = sorted({run.variant for run in runs})
-        title = f"{runs[0].script}.py on {env_id}" + (", ablation" if family == "ablation" else "")
-        curves = [(run.variant.removeprefix("ablation-"), f"C{variants.index(run.variant)}", run) for run in runs]
-        draw(path, title, curves)
+        draw(path, title, [(run.variant, f"C{variants.index(run.variant)}", run) for run in runs])
     final_scores(groups)
     print()
     for env_id, script, variant in sorted(groups):

@@ -1,7 +1,8 @@
-"""How fast is impact_atari.py here, and how well do acting and learning overlap?
+"""How fast is IMPACT here, and how well do acting and learning overlap?
 
-    python benchmark/throughput.py                                   the default settings
+    python benchmark/throughput.py                                   impact_atari.py with its default settings
     python benchmark/throughput.py --repeats 5 --num-envs 32 --frame-size 42
+    python benchmark/throughput.py impact_mujoco --env-id Humanoid-v4
 
 Prints, in environment steps per second, medians over the repeats: the actor alone, the learner alone (target network,
 K visits, publishing), both together as `main` runs them in steady state, and what that is of the smaller of the first
@@ -9,6 +10,7 @@ two and of the serial bound 1 / (1/actor + 1/learner). Then the seconds from sta
 single update, compilation included.
 """
 
+import importlib
 import subprocess
 import sys
 import tempfile
@@ -24,12 +26,14 @@ import optax
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import impact_atari as script
+SCRIPTS = "impact_atari", "impact_mujoco"
+script = importlib.import_module(sys.argv.pop(1) if sys.argv[1:2] and sys.argv[1] in SCRIPTS else SCRIPTS[0])
+ATARI = script.__name__ == "impact_atari"
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """Measures the speed of impact_atari.py; all of its own flags are accepted too."""
+    """Measures the speed of a script; all of its own flags are accepted too."""
 
     repeats: int = 3  # measurements of each speed
     seconds: float = 15.0  # length of each measurement, in seconds
@@ -46,36 +50,64 @@ def speed_of(work, steps: int, seconds: float) -> float:
     return calls * steps / (time.time() - start)
 
 
+def network_and_example(args: script.Args) -> tuple:
+    """The script's network, and observations to initialise it with."""
+    if ATARI:
+        env = script.make_env(args, 1, (0,))
+        network = script.ActorCritic(args.network, int(env.action_space.n))
+        return network, np.zeros((1, *env.observation_space.shape), np.uint8)
+    env = script.make_task(args, 1, (0,))
+    return script.GaussianActorCritic(env.action_space.shape[0], args.free_log_std), script.flat(env.reset()[0])
+
+
+def learn_rollouts(state, rollouts: list, rng: np.random.Generator, args: script.Args):
+    """A generation's work: N rollouts are evaluated by the target network, and visited K times each."""
+    if ATARI:
+        for rollout in rollouts:
+            batch = script.first_visit(state, rollout, args)
+            rows = script.deal_rows(rng, args.passes, args.num_envs, args)
+            state, _ = script.learn(state, batch, rows, script.impact_loss, args)
+        return state
+    slots = script.fill_buffer(*(script.target_evaluation(state, rollout, args) for rollout in rollouts))
+    for i in range(len(rollouts)):
+        rows = script.deal_rows(rng, args.passes, args.num_envs, args)
+        order = (i * args.passes + np.arange(args.passes)).repeat(args.num_minibatches) % len(rollouts)
+        state, _ = script.visit(state, slots, order, rows, args)
+    return state
+
+
 def main(bench: Benchmark):
     args, steps = bench.args, bench.args.num_envs * bench.args.num_steps
-    env = script.make_env(args, 1, (0,))
-    network = script.ActorCritic(args.network, int(env.action_space.n))
-    params = network.init(jax.random.key(0), np.zeros((1, *env.observation_space.shape), np.uint8))
+    network, example = network_and_example(args)
+    params = network.init(jax.random.key(0), example)
     tx = optax.chain(optax.clip_by_global_norm(args.max_grad_norm), optax.adam(args.learning_rate, eps=1e-5))
     state = script.TrainState.create(
         apply_fn=network.apply, params=params, target_params=params, kl_coef=np.float32(args.kl_coef), tx=tx
     )
     state = jax.device_put(jax.tree.map(np.array, state))
+    scales = tuple(np.ones((), np.float32) for _ in range(3))  # a normaliser that changes nothing
     device, exchange, rng = jax.local_devices()[0], script.Exchange(1), np.random.default_rng(0)
-    exchange.publish(state.params, 0, device)
-    worker = script.Worker(args, network.apply, (0,), jax.random.key(1))
-    rollout = jax.device_put(worker.rollout(exchange.published[0])[0])
+
+    def publish():
+        exchange.publish(state.params if ATARI else (state.params, jax.device_put(scales, device)), 0, device)
+
+    publish()
+    worker = (script.Worker if ATARI else script.TaskWorker)(args, network.apply, (0,), jax.random.key(1))
+    rollouts = [jax.device_put(worker.rollout(exchange.published[0])[0]) for _ in range(args.buffer_size)]
 
     def act():
         worker.rollout(exchange.published[0])
 
     def learn():
         nonlocal state
-        batch = script.first_visit(state, rollout, args)
-        rows = script.deal_rows(rng, args.passes, args.num_envs, args)
-        state, _ = script.learn(state, batch, rows, script.impact_loss, args)
-        exchange.publish(state.params, 0, device)
+        state = learn_rollouts(state, rollouts, rng, args)
+        publish()
 
     def both() -> float:
         """From the first row of metrics to the last: compilation lies before it."""
         with tempfile.TemporaryDirectory() as runs_dir:
-            total = int(bench.seconds * 1000) + 8 * steps
-            script.main(replace(args, runs_dir=runs_dir, total_timesteps=total, log_every=2 * steps,
+            total = int(bench.seconds * (1000 if ATARI else 5000)) + 8 * steps * args.buffer_size
+            script.main(replace(args, runs_dir=runs_dir, total_timesteps=total, log_every=2 * steps * args.buffer_size,
                                 checkpoint_every=10**9, eval_episodes=0))  # fmt: skip
             rows = next(Path(runs_dir).iterdir()).joinpath("metrics.csv").read_text().splitlines()[1:]
         marks = sorted({(int(row.split(",")[0]), float(row.split(",")[1])) for row in rows})
@@ -85,7 +117,8 @@ def main(bench: Benchmark):
     def one_update() -> float:
         with tempfile.TemporaryDirectory() as runs_dir:
             flags = ["--total-timesteps", str(steps * args.buffer_size), "--eval-episodes", "0", "--runs-dir", runs_dir]
-            names = ("env_id", "frame_size", "network", "num_envs", "num_steps", "num_minibatches", "passes")
+            names = ["env_id", "num_envs", "num_steps", "num_minibatches", "passes", "buffer_size"]
+            names += ["frame_size", "network"] if ATARI else []
             flags += [x for name in names for x in (f"--{name.replace('_', '-')}", str(getattr(args, name)))]
             start = time.time()
             subprocess.run([sys.executable, script.__file__, *flags], check=True, stdout=subprocess.DEVNULL)
@@ -94,7 +127,7 @@ def main(bench: Benchmark):
     measured = defaultdict(list)
     for _ in range(bench.repeats):  # by turns, so that a slow minute of the machine does not fall on one of them alone
         measured["actor alone"].append(speed_of(act, steps, bench.seconds))
-        measured["learner alone"].append(speed_of(learn, steps, bench.seconds))
+        measured["learner alone"].append(speed_of(learn, steps * args.buffer_size, bench.seconds))
         measured["both together"].append(both())
         measured["one update"].append(one_update())
     actor, learner, together, seconds = (float(np.median(x)) for x in measured.values())

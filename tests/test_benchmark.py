@@ -46,7 +46,7 @@ def test_one_lucky_game_does_not_end_a_run(tmp_path):
     assert compare.arrived(lasting, 30) and not compare.arrived(lasting, 31)
 
 
-@pytest.mark.parametrize("script", compare.ATARI)
+@pytest.mark.parametrize("script", compare.SETTINGS)
 @pytest.mark.parametrize("env_id", ["Pong-v5", "Breakout-v5"])
 def test_the_compared_settings_are_flags_and_share_what_they_can(script, env_id):
     def read(name):
@@ -93,7 +93,7 @@ def test_report_reads_off_the_thresholds_and_draws(tmp_path, monkeypatch, capsys
     for (script, seed), curve in curves.items():
         folder = tmp_path / f"{script}{seed}"
         keep.main(str(fake_run(folder, curve, script, seed=seed, seconds=60.0)), "compare", "", "", 30)
-    keep.main(str(fake_run(tmp_path / "ablation", [1, 2], "impact_atari")), "ablation-target")
+    keep.main(str(fake_run(tmp_path / "ablation", [1, 2], "impact_atari")), "ablation-ratio-target")
     for variant, seed, curve in ("default", 1, [0, 8, 20]), ("default", 2, [2, 9, 40]), ("zero-lag", 1, [1, 2, 8]):
         run = fake_run(tmp_path / f"{variant}{seed}", curve, "impact_mujoco", "Hopper-v4", seed, seconds=60.0)
         keep.main(str(run), variant)
@@ -106,10 +106,11 @@ def test_report_reads_off_the_thresholds_and_draws(tmp_path, monkeypatch, capsys
     assert "| Breakout-v5 +30 | `ppo_atari` | lasting | 0 of 1 | - | - |" in out
     assert f"IMPACT / IMPALA: {4.5 / 8:.2f}" in out
     assert "| Hopper-v4 | `impact_mujoco` | default | 2 | 30.0 | 30.0 (20.0 to 40.0) | - | 333 (333 to 333) |" in out
-    assert "| Breakout-v5 | `impact_atari` | ablation-target | 1 | 2.0 | 2.0 | 0.01 | 2000 |" in out
+    assert "| Breakout-v5 | `impact_atari` | ablation-ratio-target | 1 | 2.0 | 2.0 | 0.01 | 2000 |" in out
     assert "Hopper-v4: 2 of 2 runs reach 8, the end of the synchronous form, 0.67 (0.67 to 0.67) of its steps" in out
-    assert {path.name for path in (tmp_path / "figures").iterdir()} == {
-        "compare__Breakout-v5.png", "ablation__Breakout-v5.png", "impact_mujoco__Hopper-v4.png"}  # fmt: skip
+    drawn = {path.name for path in (tmp_path / "figures").iterdir()}
+    assert drawn == {"compare__Breakout-v5.png", "impact_atari__ablation__Breakout-v5.png",
+                     "impact_mujoco__Hopper-v4.png"}  # fmt: skip
 
 
 def test_report_redraws_the_committed_figures(tmp_path):
@@ -118,11 +119,20 @@ def test_report_redraws_the_committed_figures(tmp_path):
     assert drawn == committed
 
 
-@pytest.mark.parametrize("name, least", [("paper_atari", 54), ("paper_mujoco", 27), ("paper_reincarnation", 130)])
+@pytest.mark.parametrize(
+    "name, least",
+    [
+        ("paper_atari", 54),
+        ("paper_mujoco", 27),
+        ("paper_reincarnation", 130),
+        ("small_mujoco", 40),
+        ("small_reincarnation", 10),
+    ],
+)
 def test_the_papers_protocols_list_what_would_run(name, least):
     """Every line is a command that its script accepts; --dry-run runs none of them."""
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    command = ["bash", str(BENCHMARK / f"{name}.sh"), "--dry-run", "--steps-per-second", "1000"]
+    command = ["bash", str(BENCHMARK / f"{name}.sh"), "--dry-run", "--steps-per-second", "10"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if " python " in line]
