@@ -106,6 +106,7 @@ class Args:
     anneal_lr: bool = True  # lower the step size linearly to 0 over the planned SGD steps
     gamma: float = 0.99  # discount per environment step
     gae_lambda: float = 1.0  # lambda of V-GAE
+    c_bar: float = 1.0  # bound of pi_target / pi_worker in V-GAE (above 1 lag does not shorten its traces)
     num_steps: int = 50  # T, environment steps of each environment in a rollout
     num_minibatches: int = 1  # SGD steps per visit of a train batch, each on an equal share of each environment's rows
     buffer_size: int = 1  # N, slots of the circular buffer, in train batches
@@ -287,17 +288,17 @@ def log_prob(logits: jax.Array, action: jax.Array) -> jax.Array:
     return jnp.take_along_axis(nn.log_softmax(logits), action[..., None], axis=-1).squeeze(-1)
 
 
-def v_gae(value, reward, discount, cut, log_w, lambda_: float) -> tuple[jax.Array, jax.Array]:
-    """V-GAE (IMPACT, section 3.1): advantages and value targets `[T]` of one environment.
+def v_gae(value, reward, discount, cut, log_w, lambda_: float, c_bar: float = 1.0) -> tuple[jax.Array, jax.Array]:
+    """V-GAE (IMPACT, section 3.1): advantages and value targets `[T]` of one environment, w = pi_target / pi_worker.
 
-        delta_t = rho_t (r_t + discount_t V(s_{t+1}) - V(s_t))     rho_t = c_t = min(1, w_t), w = pi_target / pi_worker
+        delta_t = rho_t (r_t + discount_t V(s_{t+1}) - V(s_t))     rho_t = c_t = min(c_bar, w_t), c_bar = 1 in the paper
         A_t     = delta_t + discount_t lambda c_t A_{t+1}          A_{t+1} = 0 where the episode is cut
         G_t     = V(s_t) + A_t
 
     value `[T+1]`; reward, discount, cut, log_w `[T]`. If w = 1 it is GAE(lambda), if lambda = 1 V-trace's advantage.
     Lambda is kept out of the discount: folded in, it would bias the value target."""
     chex.assert_rank([value, reward, discount, cut, log_w], 1)
-    rho_t = c_t = jnp.exp(jnp.minimum(log_w, 0.0))
+    rho_t = c_t = jnp.exp(jnp.minimum(log_w, np.log(c_bar)))
     delta_t = rho_t * (reward + jnp.where(discount > 0, discount * value[1:], 0.0) - value[:-1])
 
     def step(a_tp1, row):
@@ -361,7 +362,7 @@ def impact_loss(params, state: TrainState, batch: Batch, args: Args) -> tuple[ja
 def make_batch(rollout: Rollout, target_logits: jax.Array, value: jax.Array, args: Args) -> Batch:
     """Advantages and value targets from values `[B, T+1]`; always with target over worker, never live over worker."""
     log_w = log_prob(target_logits, rollout.action) - rollout.logp
-    one_env = partial(v_gae, lambda_=args.gae_lambda)
+    one_env = partial(v_gae, lambda_=args.gae_lambda, c_bar=args.c_bar)
     returned = jax.vmap(one_env)(value, rollout.reward, rollout.discount, rollout.cut, log_w)
     return Batch(rollout, target_logits, *returned)
 

@@ -21,7 +21,9 @@ the KL penalty with its adaptive weight. Deliberately different from the paper o
      policy see the same input, and their ratio is 1 when their parameters are.
   4. Generations are short by default, 2,048 steps, for budgets of 1 to 10 million: the target, hence the trust region,
      moves once in each. The paper's scale (N = 16, half a million steps) is in the README.
-  5. Rewards are divided by the running standard deviation of the discounted return (--no-scale-reward).
+  5. V-GAE bounds its weights by 2. The paper's 1 cuts a trace a little at every step, the more the policies differ:
+     with the 80 SGD steps of lag here the horizon shrank to a few steps (--c-bar 1).
+  6. Rewards are divided by the running standard deviation of the discounted return (--no-scale-reward).
 
     python impact_mujoco.py --env-id HalfCheetah-v4                  one CPU or one GPU
     python impact_mujoco.py --num-envs 64 --learner-devices 0 1 2 3  data-parallel learner on four devices
@@ -99,6 +101,7 @@ class Args:
     anneal_lr: bool = True  # lower the step size linearly to 0 over the planned SGD steps
     gamma: float = 0.99  # discount per environment step
     gae_lambda: float = 0.95  # lambda of V-GAE
+    c_bar: float = 2.0  # bound of pi_target / pi_worker in V-GAE (above 1 lag does not shorten its traces)
     num_steps: int = 32  # T, environment steps of each environment in a rollout
     num_minibatches: int = 1  # SGD steps per visit of a train batch, each on an equal share of each environment's rows
     buffer_size: int = 4  # N, slots of the circular buffer, in train batches (the paper, with a long budget: 16)
@@ -307,17 +310,17 @@ def gaussian_kl(p: tuple[jax.Array, jax.Array], q: tuple[jax.Array, jax.Array]) 
     return jnp.sum(log_std_q - log_std_p + squares / 2 - 0.5, axis=-1)
 
 
-def v_gae(value, reward, discount, cut, log_w, lambda_: float) -> tuple[jax.Array, jax.Array]:
-    """V-GAE (IMPACT, section 3.1): advantages and value targets `[T]` of one environment.
+def v_gae(value, reward, discount, cut, log_w, lambda_: float, c_bar: float = 1.0) -> tuple[jax.Array, jax.Array]:
+    """V-GAE (IMPACT, section 3.1): advantages and value targets `[T]` of one environment, w = pi_target / pi_worker.
 
-        delta_t = rho_t (r_t + discount_t V(s_{t+1}) - V(s_t))     rho_t = c_t = min(1, w_t), w = pi_target / pi_worker
+        delta_t = rho_t (r_t + discount_t V(s_{t+1}) - V(s_t))     rho_t = c_t = min(c_bar, w_t), c_bar = 1 in the paper
         A_t     = delta_t + discount_t lambda c_t A_{t+1}          A_{t+1} = 0 where the episode is cut
         G_t     = V(s_t) + A_t
 
     value `[T+1]`; reward, discount, cut, log_w `[T]`. If w = 1 it is GAE(lambda), if lambda = 1 V-trace's advantage.
     Lambda is kept out of the discount: folded in, it would bias the value target."""
     chex.assert_rank([value, reward, discount, cut, log_w], 1)
-    rho_t = c_t = jnp.exp(jnp.minimum(log_w, 0.0))
+    rho_t = c_t = jnp.exp(jnp.minimum(log_w, np.log(c_bar)))
     delta_t = rho_t * (reward + jnp.where(discount > 0, discount * value[1:], 0.0) - value[:-1])
 
     def step(a_tp1, row):
@@ -382,7 +385,7 @@ def gaussian_impact_loss(params, state: TrainState, batch: EvaluatedBatch, args:
 def evaluated(rollout: Rollout, target_policy, value: jax.Array, args: Args) -> EvaluatedBatch:
     """Advantages and value targets from values `[B, T+1]`; always with target over worker, never live over worker."""
     log_w = gaussian_log_prob(target_policy, rollout.action) - rollout.logp
-    one_env = partial(v_gae, lambda_=args.gae_lambda)
+    one_env = partial(v_gae, lambda_=args.gae_lambda, c_bar=args.c_bar)
     returned = jax.vmap(one_env)(value, rollout.reward, rollout.discount, rollout.cut, log_w)
     return EvaluatedBatch(rollout, target_policy, *returned)
 

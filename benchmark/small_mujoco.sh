@@ -9,10 +9,12 @@ cd "$(dirname "$0")/.."
 TAB=$'\t'
 ZERO_LAG="--no-concurrency --queue-size 0 --kl-coef 0"
 {
-    for seed in 1 2 3; do
-        for task in HalfCheetah-v4 Hopper-v4 Humanoid-v4; do
-            echo "default${TAB}impact_mujoco.py --env-id $task --seed $seed"
-            echo "zero-lag${TAB}impact_mujoco.py --env-id $task --seed $seed $ZERO_LAG"
+    for tasks in "HalfCheetah-v4 Hopper-v4" Humanoid-v4; do
+        for seed in 1 2 3; do
+            for task in $tasks; do
+                echo "default${TAB}impact_mujoco.py --env-id $task --seed $seed"
+                echo "zero-lag${TAB}impact_mujoco.py --env-id $task --seed $seed $ZERO_LAG"
+            done
         done
     done
     for seed in 1 2; do
@@ -21,6 +23,7 @@ ZERO_LAG="--no-concurrency --queue-size 0 --kl-coef 0"
         for ratio in impact target worker; do # rollouts are 16 of them old: two seconds of play, 320 SGD steps
             echo "ablation-ratio-$ratio${TAB}$ablation --ratio $ratio --no-concurrency --queue-size 16"
         done
+        for bound in 1 4; do echo "ablation-c_bar-$bound${TAB}$ablation --c-bar $bound"; done
         for n in 1 2 8 16; do echo "ablation-slots-$n${TAB}$ablation --buffer-size $n"; done
         for k in 5 10 40; do echo "ablation-passes-$k${TAB}$ablation --passes $k"; done
         for period in 2 4; do echo "ablation-period-$period${TAB}$ablation --target-period $period"; done

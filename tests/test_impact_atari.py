@@ -16,12 +16,12 @@ import impact_atari as script
 from impact_atari import ActorCritic, Args, Rollout, TrainState, impact_loss, log_ratio, surrogate, traverse, v_gae
 
 
-@pytest.mark.parametrize("lambda_", [0.0, 0.8, 1.0])
-def test_v_gae_equals_the_slow_loop(lambda_):
+@pytest.mark.parametrize("lambda_, c_bar", [(0.0, 1.0), (0.8, 1.0), (1.0, 1.0), (0.8, 2.0)])
+def test_v_gae_equals_the_slow_loop(lambda_, c_bar):
     rng = np.random.default_rng(0)
     for _ in range(50):
         trace = random_trace(rng)
-        for fast, slow in zip(v_gae(*trace, lambda_), slow_v_gae(*trace, lambda_)):
+        for fast, slow in zip(v_gae(*trace, lambda_, c_bar), slow_v_gae(*trace, lambda_, c_bar)):
             np.testing.assert_allclose(fast, slow, **CLOSE)
 
 

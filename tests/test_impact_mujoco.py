@@ -171,7 +171,7 @@ def test_loss_equals_numpy():
     for b in range(len(rollout.mask)):
         target_logp = logp(target_mean[b, :T], target_log_std[b, :T], rollout.action[b])
         trace = (rollout.reward[b], rollout.discount[b], rollout.cut[b], target_logp - rollout.logp[b])
-        advantage, goal = slow_v_gae(target_value[b], *trace, 0.9)
+        advantage, goal = slow_v_gae(target_value[b], *trace, 0.9, args.c_bar)
         for t in np.flatnonzero(rollout.mask[b]):
             pi, pi_w = np.exp(logp(mean[b, t], log_std[b, t], rollout.action[b, t])), np.exp(rollout.logp[b, t])
             r = pi / max(np.exp(target_logp[t]), pi_w / 2)

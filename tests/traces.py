@@ -17,9 +17,9 @@ def random_trace(rng, T=12, end_probability=0.2):
     return value, reward, discount, terminated | truncated, log_w
 
 
-def slow_v_gae(value, reward, discount, cut, log_w, lambda_):
+def slow_v_gae(value, reward, discount, cut, log_w, lambda_, c_bar=1.0):
     """The definition, as a double loop: A_t = sum_k (prod of what lies between) delta_{t+k}, up to the cut."""
-    w = np.minimum(1.0, np.exp(log_w))
+    w = np.minimum(c_bar, np.exp(log_w))
     delta = [w[t] * (reward[t] + discount[t] * value[t + 1] - value[t]) for t in range(len(reward))]
     advantage = []
     for t in range(len(reward)):
