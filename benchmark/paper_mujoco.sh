@@ -14,7 +14,7 @@ TAB=$'\t'
             echo "paper-3m-zero-lag${TAB}$shared --total-timesteps 3000000 --no-concurrency --queue-size 0 --kl-coef 0"
             echo "paper-100m${TAB}$shared --total-timesteps 100000000 --buffer-size 16 --num-envs 32 --num-steps 1024" \
                 "--num-actors 16 --queue-size 16 --gamma 0.995 --gae-lambda 0.995 --clip-coef 0.4 --no-free-log-std" \
-                "--no-norm-adv --no-scale-reward --no-anneal-lr"
+                "--no-norm-adv --no-scale-reward --no-anneal-lr --c-bar 1"
         done
     done
     for seed in 1 2 3; do

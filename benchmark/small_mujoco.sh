@@ -23,6 +23,8 @@ ZERO_LAG="--no-concurrency --queue-size 0 --kl-coef 0"
         for ratio in impact target worker; do # rollouts are 16 of them old: two seconds of play, 320 SGD steps
             echo "ablation-ratio-$ratio${TAB}$ablation --ratio $ratio --no-concurrency --queue-size 16"
         done
+        echo "ablation-kl_coef-0${TAB}$ablation --kl-coef 0"
+        echo "ablation-lag-0${TAB}$ablation --no-concurrency --queue-size 0"
         for bound in 1 4; do echo "ablation-c_bar-$bound${TAB}$ablation --c-bar $bound"; done
         for n in 1 2 8 16; do echo "ablation-slots-$n${TAB}$ablation --buffer-size $n"; done
         for k in 5 10 40; do echo "ablation-passes-$k${TAB}$ablation --passes $k"; done
