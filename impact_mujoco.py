@@ -22,7 +22,7 @@ the KL penalty with its adaptive weight. Deliberately different from the paper o
   4. Generations are short by default, 2,048 steps, for budgets of 1 to 10 million: the target, hence the trust region,
      moves once in each. The paper's scale (N = 16, half a million steps) is in the README.
   5. V-GAE bounds its weights by 2. The paper's 1 cuts a trace a little at every step, the more the policies differ:
-     with the 80 SGD steps of lag here the horizon shrank to a few steps (--c-bar 1).
+     at a KL of .03 by a tenth, as if lambda were .85 where it is .95 (--c-bar 1).
   6. Rewards are divided by the running standard deviation of the discounted return (--no-scale-reward).
 
     python impact_mujoco.py --env-id HalfCheetah-v4                  one CPU or one GPU

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# IMPACT on MuJoCo at the scale of two CPU cores, about four hours of an otherwise idle machine: three tasks, one million
-# steps, three seeds, asynchronous and synchronous (which is PPO) by turns; three million steps; the ablations.
+# IMPACT on MuJoCo at the scale of two CPU cores, on an otherwise idle machine: three tasks, one million steps, three
+# seeds, asynchronous and synchronous (which is PPO) by turns; three million steps; the ablations.
 #     bash benchmark/small_mujoco.sh --dry-run          what would run, and its hours
 #     bash benchmark/small_mujoco.sh                    run it; the same command goes on after an interruption
 #     bash benchmark/small_mujoco.sh --only Hopper      the lines that contain a text alone
@@ -20,7 +20,7 @@ ZERO_LAG="--no-concurrency --queue-size 0 --kl-coef 0"
     for seed in 1 2; do
         ablation="impact_mujoco.py --env-id HalfCheetah-v4 --seed $seed --total-timesteps 300000"
         echo "ablation-base${TAB}$ablation"
-        for ratio in impact target worker; do # rollouts are 16 of them old: two seconds of play, 320 SGD steps
+        for ratio in impact target worker; do # 16 rollouts, or 320 SGD steps, of lag
             echo "ablation-ratio-$ratio${TAB}$ablation --ratio $ratio --no-concurrency --queue-size 16"
         done
         echo "ablation-kl_coef-0${TAB}$ablation --kl-coef 0"
