@@ -13,7 +13,12 @@ from pathlib import Path
 
 KEPT = {"charts/episodic_return_20": 250, "charts/episodic_return": 50, "eval/episodic_return": 40}
 KEPT |= {"eval/episodic_return_std": 1, "charts/SPS": 28, "charts/policy_lag": 28, "losses/entropy": 28}
-KEPT |= {"losses/explained_variance": 28, "losses/approx_kl": 28, "charts/distill_weight": 18}
+KEPT |= {
+    "losses/explained_variance": 28,
+    "losses/approx_kl": 28,
+    "charts/distill_weight": 18,
+    "charts/teacher_score": 1,
+}
 
 
 def thin(rows: list[dict], count: int) -> list[dict]:

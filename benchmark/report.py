@@ -18,7 +18,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 from teachers.scores import SCORES
 
-RETURN, EVALUATED = "charts/episodic_return_20", "eval/episodic_return"
+RETURN, EVALUATED, TEACHER = "charts/episodic_return_20", "eval/episodic_return", "charts/teacher_score"
 COLOURS = {"impact_atari": "C0", "impala_atari": "C1", "ppo_atari": "C2"}
 
 
@@ -32,10 +32,12 @@ class Run:
     seed: str
     facts: dict
     points: list[tuple[int, float, float]]  # (step, wall seconds, mean return of the last 20 games; QDagger: evaluated)
+    teacher: float | None = None  # QDagger: what its teacher scored
 
     def final(self) -> float:
-        """Mean of the last tenth of the curve (QDagger: the last evaluation)."""
-        tenth = 1 if self.script.startswith("qdagger") else max(1, len(self.points) // 10)
+        """Mean of the last tenth of the curve (QDagger: of the last three evaluations)."""
+        tenth = 3 if self.script.startswith("qdagger") else max(1, len(self.points) // 10)
+        tenth = min(tenth, len(self.points))
         return sum(value for _, _, value in self.points[-tenth:]) / tenth
 
     def reach(self, threshold: float, rows: int = 1) -> tuple[int, float] | None:
@@ -46,15 +48,24 @@ class Run:
         return None
 
 
+def teacher_score(runs: list[Run]) -> float:
+    """Mean of what the teachers of these runs scored."""
+    scores = [run.teacher for run in runs if run.teacher is not None]
+    return sum(scores) / len(scores) if scores else float("nan")
+
+
 def read_runs(results: Path) -> list[Run]:
     """All runs under a folder of results, sorted by script, game, variant and seed."""
     runs = []
     for path in sorted(results.glob("*/*.csv")):
         metric = EVALUATED if path.parent.name.startswith("qdagger") else RETURN
-        rows = (row for row in csv.DictReader(path.open()) if row["metric"] == metric)
-        points = [(int(r["global_step"]), float(r["wall_seconds"]), float(r["value"])) for r in rows]
+        rows = list(csv.DictReader(path.open()))
+        points = [
+            (int(r["global_step"]), float(r["wall_seconds"]), float(r["value"])) for r in rows if r["metric"] == metric
+        ]
+        teacher = [float(r["value"]) for r in rows if r["metric"] == TEACHER]
         facts = json.loads(path.with_suffix(".json").read_text())
-        runs.append(Run(path.parent.name, *path.stem.split("__"), facts, points))
+        runs.append(Run(path.parent.name, *path.stem.split("__"), facts, points, *teacher))
     return runs
 
 
@@ -91,11 +102,48 @@ def draw(path: Path, title: str, curves: list[tuple[str, str, Run]], threshold: 
     plt.close(figure)
 
 
+def draw_reincarnation(path: Path, env_id: str, runs: list[Run]):
+    """QDagger: the student's evaluations against offline updates, and against all environment steps, the teacher's data
+    included, beside agents that learn from nothing; means over seeds, each seed a thin line."""
+    figure, axes = plt.subplots(1, 2, figsize=(7.0, 2.6), sharey=True, constrained_layout=True)
+    groups = defaultdict(list)
+    for run in runs:
+        student = "Rainbow" if "rainbow" in run.script else "DQN"
+        groups[f"{student}, {'taught' if run.teacher is not None else 'tabula rasa'}"].append(run)
+    for i, (label, group) in enumerate(groups.items()):
+        args, taught = group[0].facts["args"], group[0].teacher is not None
+        curves = [np.array(run.points) for run in group]
+        curves = [curve[: min(map(len, curves))] for curve in curves]
+        steps, mean = curves[0][:, 0], np.mean([curve[:, 2] for curve in curves], axis=0)
+        offline, online = (steps <= 0) & taught, steps >= 0
+        parts = (
+            (axes[0], steps + args["offline_steps"], offline),
+            (axes[1], steps + args["collect_steps"] * taught, online),
+        )
+        for axis, x, part in parts:
+            for curve in curves if len(curves) > 1 else []:
+                axis.plot(x[part] / 1e3, curve[part, 2], color=f"C{i}", lw=0.7, alpha=0.4)
+            axis.plot(x[part] / 1e3, mean[part], color=f"C{i}", lw=1.4, marker=".", label=label)
+    for axis in axes:
+        axis.axhline(teacher_score(runs), color="0.4", lw=0.8, ls="--", label="the teacher")
+        axis.grid(alpha=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].set(xlabel="offline updates (thousands)", ylabel="return")
+    axes[1].set(xlabel="environment steps, teacher's included (thousands)")
+    axes[1].legend(frameon=False, fontsize=7)
+    figure.suptitle(f"Reincarnation on {env_id}", fontsize=9)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
 def draw_ablation(path: Path, title: str, runs: list[Run]):
-    """One panel for each thing varied (`ablation-{panel}-{value}`), the unvaried `ablation-base` in all; means over
-    seeds, each seed a thin line."""
+    """One panel for each thing varied (`ablation-{panel}-{value}`), the unvaried runs (`ablation-base`; QDagger:
+    `small`) in all; means over seeds, each seed a thin line."""
     panels = defaultdict(lambda: defaultdict(list))
-    base = [run for run in runs if run.variant == "ablation-base"]
+    base = [run for run in runs if run.variant in ("ablation-base", "small")]
+    unit, name = (1e6, "environment steps (millions)")
+    if base and base[0].teacher is not None:
+        unit, name = (1e3, "thousands of updates (to 0) and environment steps")
     for run in runs:
         if run not in base and run.points:
             _, panel, value = run.variant.split("-", 2)
@@ -111,16 +159,16 @@ def draw_ablation(path: Path, title: str, runs: list[Run]):
             colour = "0.3" if group is base else f"C{i - bool(base)}"
             points = [np.array(run.points) for run in group]
             for p in points if len(points) > 1 else []:
-                axis.plot(p[:, 0] / 1e6, p[:, 2], color=colour, lw=0.5, alpha=0.4)
+                axis.plot(p[:, 0] / unit, p[:, 2], color=colour, lw=0.5, alpha=0.4)
             grid = np.linspace(max(p[0, 0] for p in points), min(p[-1, 0] for p in points), 200)
             mean = np.mean([np.interp(grid, p[:, 0], p[:, 2]) for p in points], axis=0)
-            axis.plot(grid / 1e6, mean, color=colour, lw=1.4, label=value, marker="o" if len(points[0]) < 2 else None)
+            axis.plot(grid / unit, mean, color=colour, lw=1.4, label=value, marker="o" if len(points[0]) < 2 else None)
         axis.set_title(panel, fontsize=9)
         axis.legend(frameon=False, fontsize=7)
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
     for axis in axes[-1]:
-        axis.set_xlabel("environment steps (millions)")
+        axis.set_xlabel(name)
     for axis in axes[:, 0]:
         axis.set_ylabel("return")
     figure.suptitle(title, fontsize=9)
@@ -154,6 +202,24 @@ def time_to_threshold(env_id: str, runs: list[Run]) -> dict[str, float]:
     return mean_seconds
 
 
+def reincarnated(env_id: str, runs: list[Run]):
+    """Prints a row for each kind of student: its evaluations, as they are and normalised by random play and teacher."""
+    random, _ = SCORES[env_id.partition("-")[0]]
+    teacher = teacher_score(runs)
+    groups = defaultdict(list)
+    for run in runs:
+        groups[run.script, run.variant].append(run)
+    for (script, variant), group in groups.items():
+        args, taught = group[0].facts["args"], group[0].teacher is not None
+        data = args["collect_steps"] * taught
+        after = [value for run in group for step, _, value in run.points if step == 0 and taught]
+        scores = [interval(values, ".1f") if values else "-" for values in (after, [run.final() for run in group])]
+        share = interval([(run.final() - random) / (teacher - random) for run in group], ".2f")
+        steps = f"{data:,} + {group[0].facts['steps']:,}"
+        columns = [env_id, f"`{script}`", variant, len(group), steps, f"{teacher:.1f}", *scores, share]
+        print(f"| {' | '.join(map(str, columns))} |")
+
+
 def final_scores(groups: dict[tuple[str, str, str], list[Run]]):
     """Prints mean, interquartile mean and its 95% bootstrap interval over seeds of what each run ended with."""
     print("\n| environment | script | variant | seeds | mean | IQM (95% interval) | normalised by human | steps/s |")
@@ -182,10 +248,16 @@ def time_to_the_other(env_id: str, runs: list[Run], other: list[Run], name: str)
 
 def main(results: Path = HERE / "results", figures: Path = HERE / "figures"):
     figures.mkdir(exist_ok=True)
-    families, groups = defaultdict(list), defaultdict(list)
+    families, groups, students = defaultdict(list), defaultdict(list), defaultdict(list)
     for run in read_runs(results):
         if run.variant == "compare":
             families["compare", run.env_id].append(run)
+        elif run.script.startswith("qdagger"):
+            students[run.env_id].append(run)
+            if not run.variant.startswith("ablation-"):
+                families["reincarnation", run.env_id].append(run)
+            if run.variant.startswith("ablation-") or run.variant == "small":
+                families[run.script + "__ablation", run.env_id].append(run)
         else:
             families[run.script + "__ablation" * run.variant.startswith("ablation-"), run.env_id].append(run)
             groups[run.env_id, run.script, run.variant].append(run)
@@ -202,12 +274,20 @@ def main(results: Path = HERE / "results", figures: Path = HERE / "figures"):
                 print(f"wall-clock of IMPACT / IMPALA: {seconds['impact_atari'] / seconds['impala_atari']:.2f}")
             continue
         title = f"{runs[0].script}.py on {env_id}"
+        if family == "reincarnation":
+            draw_reincarnation(path, env_id, runs)
+            continue
         if family.endswith("__ablation"):
-            draw_ablation(path, title, runs)
+            if any(run.variant.startswith("ablation-") for run in runs):
+                draw_ablation(path, title, runs)
             continue
         variants = sorted({run.variant for run in runs})
         draw(path, title, [(run.variant, f"C{variants.index(run.variant)}", run) for run in runs])
     final_scores(groups)
+    print("\n| game | student | variant | seeds | teacher's + own steps | teacher | after the offline phase | "
+          "last three evaluations | normalised by the teacher |\n|---|---|---|---|---|---|---|---|---|")  # fmt: skip
+    for env_id, runs in students.items():
+        reincarnated(env_id, runs)
     print()
     for env_id, script, variant in sorted(groups):
         if variant == "default" and (env_id, script, "zero-lag") in groups:

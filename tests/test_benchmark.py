@@ -113,6 +113,35 @@ def test_report_reads_off_the_thresholds_and_draws(tmp_path, monkeypatch, capsys
                      "impact_mujoco__Hopper-v4.png"}  # fmt: skip
 
 
+def test_report_measures_a_student_by_its_teacher(tmp_path, monkeypatch, capsys):
+    """Random play scores 1.7 on Breakout, the teacher 21.7: a student of 11.7 has half of it, after its data as well."""
+    monkeypatch.setattr(keep, "__file__", str(tmp_path / "keep.py"))
+    runs = [
+        ("qdagger_dqn_atari", "small", 21.7, [5.7, 9.7, 11.7, 13.7]),
+        ("qdagger_dqn_atari", "small-scratch", None, [1.7, 1.7, 1.7, 1.7]),
+        ("qdagger_dqn_atari", "ablation-data-10", 21.7, [2.7, 3.7, 4.7, 5.7]),
+        ("qdagger_rainbow_atari", "small", 21.7, [21.7, 21.7, 21.7, 21.7]),
+    ]
+    for i, (script, variant, teacher, curve) in enumerate(runs):
+        run = fake_run(tmp_path / str(i), [1.0], script)
+        args = json.loads((run / "args.json").read_text()) | {"collect_steps": 1000, "offline_steps": 200}
+        (run / "args.json").write_text(json.dumps(args))
+        rows = ["global_step,wall_seconds,metric,value"]
+        for step, value in zip((-100, 0, 100, 200) if teacher else (100, 200, 300, 400), curve):
+            rows.append(f"{step},{step + 300},eval/episodic_return,{value}")
+            rows += [f"{step},{step + 300},charts/teacher_score,{teacher}"] * bool(teacher)
+        (run / "metrics.csv").write_text("\n".join(rows) + "\n")
+        keep.main(str(run), variant)
+    capsys.readouterr()
+    report.main(tmp_path / "results", tmp_path / "figures")
+    out = capsys.readouterr().out
+    assert "| Breakout-v5 | `qdagger_dqn_atari` | small | 1 | 1,000 + 200 | 21.7 | 9.7 | 11.7 | 0.50 |" in out
+    assert "| Breakout-v5 | `qdagger_dqn_atari` | small-scratch | 1 | 0 + 400 | 21.7 | - | 1.7 | 0.00 |" in out
+    assert "| Breakout-v5 | `qdagger_rainbow_atari` | small | 1 | 1,000 + 200 | 21.7 | 21.7 | 21.7 | 1.00 |" in out
+    drawn = {path.name for path in (tmp_path / "figures").iterdir()}
+    assert drawn == {"reincarnation__Breakout-v5.png", "qdagger_dqn_atari__ablation__Breakout-v5.png"}
+
+
 def test_report_redraws_the_committed_figures(tmp_path):
     report.main(BENCHMARK / "results", tmp_path)
     drawn, committed = ({path.name for path in folder.iterdir()} for folder in (tmp_path, BENCHMARK / "figures"))
