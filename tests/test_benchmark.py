@@ -114,7 +114,7 @@ def test_report_reads_off_the_thresholds_and_draws(tmp_path, monkeypatch, capsys
 
 
 def test_report_measures_a_student_by_its_teacher(tmp_path, monkeypatch, capsys):
-    """Random play scores 1.7 on Breakout, the teacher 21.7: a student of 11.7 has half of it, after its data as well."""
+    """Random play scores 1.7 on Breakout, the teacher 21.7: a student of 11.7 stands halfway between them."""
     monkeypatch.setattr(keep, "__file__", str(tmp_path / "keep.py"))
     runs = [
         ("qdagger_dqn_atari", "small", 21.7, [5.7, 9.7, 11.7, 13.7]),
