@@ -17,7 +17,7 @@ Lambda is 1 offline; online it falls with the student's evaluated score, to 0 fo
 the teacher. Other workflows by flags: --teacher none (plain DQN), --finetune RUN (a DQN goes on), --total-timesteps 0
 (offline only), --offline-steps 0 (kickstarting). Deliberately different from the paper or its authors' code:
   1. The teacher sees every state once, when it enters the data; its policy is stored there. Asking it for each sampled
-     batch would give the same numbers at four (online) to dozens (offline) of times the cost.
+     batch would give the same numbers at eight (online) to dozens (offline) of times the cost.
   2. Several environments are stepped together; there is still one update for every four environment steps.
   3. A time limit is not a death: the window ends there and bootstraps from the episode's last observation.
   4. The student's network is the VALID one of Mnih et al. (2015); Dopamine pads.
@@ -143,8 +143,12 @@ class Args:
                 refuse(f"--{name.replace('_', '-')} {x}: must be {at_least} and at most {high:,}")
         if self.finetune and self.teacher not in (None, "none"):
             refuse("--teacher: a fine-tuned agent has none; leave out --teacher or --finetune")
+        has_data = not self.finetune and self.teacher != "none" and self.offline_steps > 0
+        if self.teacher_data and not has_data:
+            refuse("--teacher-data: is for the offline phase, which --finetune, --teacher none and --offline-steps 0 "
+                   "leave out; leave it out as well")  # fmt: skip
         least = self.num_envs * ((self.n_step or 3) + 5)
-        for name in ("learning_starts", "collect_steps") if self.teacher != "none" else ("learning_starts",):
+        for name in ("learning_starts", "collect_steps") if has_data else ("learning_starts",):
             if getattr(self, name) < least:
                 flag = name.replace("_", "-")
                 refuse(f"--{flag} {getattr(self, name)}: must be at least {least}, a window in each environment")
@@ -154,7 +158,7 @@ class Args:
             refuse(
                 f"--replay-capacity {self.replay_capacity}: must be at least --learning-starts, rounded to --num-envs"
             )
-        frames = max(self.replay_capacity, self.collect_steps if self.teacher != "none" else 0)
+        frames = max(self.replay_capacity, self.collect_steps if has_data else 0)
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if frames * 84 * 84 > memory:
             refuse(f"--replay-capacity, --collect-steps: {frames:,} frames take {frames * 84 * 84:,} bytes, this "
@@ -275,6 +279,7 @@ class ReplayBuffer:
         self.reward = np.zeros((num_envs, rows), np.float32)
         self.terminated, self.truncated = np.zeros((2, num_envs, rows), bool)
         self.history = np.zeros((num_envs, rows), np.int8)  # earlier frames of the same episode in the stack, at most 3
+        self.first = np.zeros((num_envs, rows), bool)  # the first frame of a game
         self.starts = np.zeros((num_envs, rows), bool)  # a transition may start here
         self.teacher_policy = np.zeros((num_envs, rows, num_actions), np.float32)
         # Around an end: its last step (over, unless it is a life's), the dummy row, the next game's first row (begins).
@@ -287,7 +292,8 @@ class ReplayBuffer:
         num_envs, rows = len(self.action), len(data.action) // len(self.action)
         data, ends = replace(data, truncated=data.truncated.copy()), slice(rows - 1, None, rows)
         data.truncated[ends] |= ~data.terminated[ends]  # where a share ends, its story breaks off
-        columns = {name: getattr(data, name) for name in ("frames", "action", "reward", "terminated", "truncated")}
+        names = ("frames", "action", "reward", "terminated", "truncated", "first")
+        columns = {name: getattr(data, name) for name in names}
         columns["history"] = np.minimum(np.arange(len(data.action)) - data.begin, 3).astype(np.int8)
         columns["starts"] = data.usable(n_step)
         for name, column in columns.items():
@@ -307,7 +313,7 @@ class ReplayBuffer:
         self.frames[:, t], self.action[:, t], self.reward[:, t] = obs[:, -1], action, reward
         self.terminated[:, t], self.truncated[:, t] = terminated, truncated
         self.history[:, t] = np.where(self.begins, 0, np.minimum(self.history[:, t - 1] + 1, 3))
-        self.starts[:, t], self.teacher_policy[:, t] = ~self.dummy, teacher_policy
+        self.first[:, t], self.starts[:, t], self.teacher_policy[:, t] = self.begins, ~self.dummy, teacher_policy
         self.begins, self.dummy, self.over = self.dummy & self.over, terminated | truncated, game_over
         self.written += 1
 
@@ -356,10 +362,10 @@ class ReplayBuffer:
     def export(self, env: int, protocol: dict) -> teachers.Replay:
         """One environment's rows in the order of play."""
         order = np.arange(max(0, self.written - self.action.shape[1]), self.written) % self.action.shape[1]
-        names = ("frames", "action", "reward", "terminated", "truncated")
+        names = ("frames", "action", "reward", "terminated", "truncated", "first")
         columns = {name: getattr(self, name)[env][order] for name in names}
         columns["truncated"][-1] |= ~columns["terminated"][-1]
-        return teachers.Replay(**columns, first=self.history[env][order] == 0, protocol=protocol, source="replay")
+        return teachers.Replay(**columns, protocol=protocol, source="replay")
 
 
 # --- the mathematics --------------------------------------------------------------------------------------------------
@@ -638,6 +644,8 @@ def main(args: Args) -> dict:
     total_timesteps = args.total_timesteps // args.num_envs * args.num_envs
     if total_timesteps == offline_steps == 0:
         refuse("--total-timesteps 0: leaves nothing to do without a teacher and --offline-steps; raise one of them")
+    if total_timesteps == 0 and args.save_replay:
+        refuse("--save-replay: the offline phase plays nothing to save; raise --total-timesteps, or leave it out")
 
     def epsilon(step: int) -> float:
         """Falls from 1 once learning starts, but for a student that has learned offline, or before."""
@@ -661,7 +669,7 @@ def main(args: Args) -> dict:
     state = QState.create(apply_fn=network.apply, params=params, tx=optimizer, target_params=params)
     if args.finetune and not checkpoint:
         saved, source = read_checkpoint("--finetune", args.finetune)
-        for name in "network", "env_id":
+        for name in "network", "env_id", "protocol":
             if saved.get(name) != getattr(args, name):
                 refuse(f"--{name.replace('_', '-')} {getattr(args, name)}: --finetune goes on with {saved.get(name)}")
         state = flax.serialization.from_state_dict(state, source["state"])
@@ -675,7 +683,7 @@ def main(args: Args) -> dict:
     def new_replay(rows: int = args.replay_capacity // args.num_envs, num_envs: int = args.num_envs) -> ReplayBuffer:
         return ReplayBuffer(num_envs, rows, obs_shape[1:], num_actions)
 
-    mentor = folder = None
+    mentor, folder, data_protocol = None, None, {}
     replay, protocol, limit = new_replay(), PROTOCOLS[args.protocol], args.max_episode_steps
     try:
         if taught:
@@ -694,6 +702,7 @@ def main(args: Args) -> dict:
             data = teachers.load_replay(folder, num_actions=num_actions, start=-newest)
             if game_of(data.protocol.get("env_id", args.env_id)) != game_of(args.env_id):
                 refuse(f"{folder}: data of {data.protocol['env_id']}, not of {args.env_id}; choose those of this game")
+            data_protocol = data.protocol
             if taught:
                 replay = new_replay(len(data.action), 1)
             if len(data.action) >= len(replay.action):
@@ -724,9 +733,10 @@ def main(args: Args) -> dict:
         print(
             f"teacher      {mentor.teacher.source}: {mentor.teacher.network} network, {mentor.teacher.kind}", flush=True
         )
-        told = PROTOCOLS.get(told.get("protocol"), {}) | told
-        if any(told.get(name, x) != x for name, x in protocol.items()):
-            print(f"warning      the teacher learned under another protocol: {told}")
+        for who, told in ("the teacher learned", mentor.teacher.protocol), ("the data were played", data_protocol):
+            told = PROTOCOLS.get(told.get("protocol"), {}) | told
+            if any(told.get(name, x) != x for name, x in protocol.items()):
+                print(f"warning      {who} under another protocol: {told}")
         if progress["teacher_score"] is None:
             print(f"             is evaluated, {args.eval_steps:,} steps or more", flush=True)
             rng, entropy = np.random.default_rng((args.seed, 2**31)), (args.seed, 2**31)
@@ -865,14 +875,16 @@ def main(args: Args) -> dict:
         model = {"format": f"{Path(__file__).stem} 1", "args": json.dumps(asdict(args))}
         model["params"] = jax.device_get(state.params)
         write_whole(run_dir / "model.msgpack", flax.serialization.msgpack_serialize(model))
-    if args.save_replay:
+    returns = evaluate_student(run_dir if args.capture_video else None)
+    if args.save_replay and len(replay) == 0:
+        print("the replay was lost with the process that was resumed: nothing to save")
+    elif args.save_replay:
         print(f"saves the {len(replay):,} steps in the replay", flush=True)
         shards = (replay.export(i, {"env_id": args.env_id, "protocol": args.protocol}) for i in range(args.num_envs))
         try:
             teachers.save_replay(run_dir / "replay", shards, args.num_envs)
         except (OSError, teachers.TeacherError) as error:
             refuse(f"--save-replay: {error}; the model is saved", code=1)
-    returns = evaluate_student(run_dir if args.capture_video else None)
     return result | {"eval_return": float(returns.mean())}
 
 

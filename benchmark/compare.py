@@ -36,7 +36,7 @@ SHARED = "--network shallow --num-envs 32 --num-steps 32 --num-minibatches 4 --l
 ADAM = "--learning-rate 1e-3 --clip-coef 0.2 --gae-lambda 1.0 --norm-adv --vf-coef 0.5 --max-grad-norm 0.5"
 SETTINGS = {
     "ppo_atari": f"{SHARED} {ADAM} --update-epochs 3",
-    "impact_atari": f"{SHARED} {ADAM} --passes 2 --queue-size 0",
+    "impact_atari": f"{SHARED} {ADAM} --passes 3 --queue-size 0",
     "impala_atari": f"{SHARED} --learning-rate 1e-3 --rms-eps 1e-4 --queue-size 0",
 }
 FRAMES = {"Pong-v5": 42}  # as IMPACT's author; Breakout's ball would be one faint pixel there (84 elsewhere)

@@ -128,8 +128,9 @@ def draw_reincarnation(path: Path, env_id: str, runs: list[Run]):
         axis.axhline(teacher_score(runs), color="0.4", lw=0.8, ls="--", label="the teacher")
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
-    axes[0].set(xlabel="offline updates (thousands)", ylabel="return")
-    axes[1].set(xlabel="environment steps, teacher's included (thousands)")
+    axes[0].set_xlabel("offline updates (thousands)", fontsize=8)
+    axes[0].set_ylabel("return")
+    axes[1].set_xlabel("environment steps, the teacher's included (thousands)", fontsize=8)
     axes[1].legend(frameon=False, fontsize=7)
     figure.suptitle(f"Reincarnation on {env_id}", fontsize=9)
     figure.savefig(path, dpi=150)
@@ -143,7 +144,7 @@ def draw_ablation(path: Path, title: str, runs: list[Run]):
     base = [run for run in runs if run.variant in ("ablation-base", "small")]
     unit, name = (1e6, "environment steps (millions)")
     if base and base[0].teacher is not None:
-        unit, name = (1e3, "thousands of updates (to 0) and environment steps")
+        unit, name = (1e3, "updates (to 0), then steps (thousands)")
     for run in runs:
         if run not in base and run.points:
             _, panel, value = run.variant.split("-", 2)
@@ -168,7 +169,7 @@ def draw_ablation(path: Path, title: str, runs: list[Run]):
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
     for axis in axes[-1]:
-        axis.set_xlabel(name)
+        axis.set_xlabel(name, fontsize=8)
     for axis in axes[:, 0]:
         axis.set_ylabel("return")
     figure.suptitle(title, fontsize=9)
@@ -211,8 +212,8 @@ def reincarnated(env_id: str, runs: list[Run]):
         groups[run.script, run.variant].append(run)
     for (script, variant), group in groups.items():
         args, taught = group[0].facts["args"], group[0].teacher is not None
-        data = args["collect_steps"] * taught
-        after = [value for run in group for step, _, value in run.points if step == 0 and taught]
+        data = args["collect_steps"] * (taught and args["offline_steps"] > 0)
+        after = [value for run in group for step, _, value in run.points if step == 0 and data]
         scores = [interval(values, ".1f") if values else "-" for values in (after, [run.final() for run in group])]
         share = interval([(run.final() - random) / (teacher - random) for run in group], ".2f")
         steps = f"{data:,} + {group[0].facts['steps']:,}"

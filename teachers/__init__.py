@@ -4,7 +4,7 @@
     this project's model.msgpack, or its run folder                   msgpack_files.py
     CleanRL's .cleanrl_model (JAX: DQN, C51, PPO, QDagger)            msgpack_files.py
     Dopamine's JAX checkpoint ckpt.N (DQN, C51, Rainbow)              dopamine.py, restricted_pickle.py
-    Stable-Baselines3's .zip (DQN, PPO; needs torch)                  stable_baselines.py
+    Stable-Baselines3's .zip (DQN, PPO)                               stable_baselines.py, restricted_pickle.py
     replay data: Dopamine's $store$_*_ckpt.N.gz                       dopamine.py
     replay data: this project's replay_*.npz                          replay.py
 
@@ -36,7 +36,7 @@ def load_teacher(path_or_hub_id: str | Path, *, num_actions: int) -> Teacher:
     Raises TeacherError where there is none, where its format or network is unknown, where a leaf has another shape than
     the network, and where it has another number of actions."""
     source = str(path_or_hub_id)
-    path = download(source) if source.startswith("hf://") else Path(path_or_hub_id).expanduser()
+    path = download(source) if source.startswith("hf://") else own_path(path_or_hub_id)
     if path.is_dir():
         path, folder = path / "model.msgpack", path
         if not path.is_file():
@@ -61,7 +61,7 @@ def load_replay(path: str | Path, *, num_actions: int, start: int = 0, count: in
     `path`: a folder of Dopamine's files or of this project's shards, a run folder with shards in replay/, or, where a
     folder holds the replay of several checkpoints, one of the files $store$_observation_ckpt.N.gz. Raises TeacherError
     where there is none, where a file is damaged, where an action is none of the game's, and where it is too large."""
-    path = Path(path).expanduser()
+    path = own_path(path)
     member = re.fullmatch(r".*_ckpt\.(\d+)\.gz", path.name)
     if member and path.is_file():
         return dopamine.read_replay(path.parent, member[1], num_actions, start, count)
@@ -77,7 +77,7 @@ def load_replay(path: str | Path, *, num_actions: int, start: int = 0, count: in
 
 def replay_beside(teacher: str | Path) -> Path | None:
     """Where a teacher's own replay lies: in its run folder, or beside a Dopamine checkpoint ckpt.N. None if nowhere."""
-    path = Path(teacher).expanduser()
+    path = own_path(teacher)
     path = path.parent if path.name == "model.msgpack" else path
     if any((path / "replay").glob("*.npz")):
         return path / "replay"
@@ -90,6 +90,16 @@ def bundled_teacher(env_id: str) -> Path:
     path = Path(__file__).parent / f"{env_id.partition('-')[0].lower()}.msgpack"
     if not path.is_file():
         raise TeacherError(f"{env_id}: no bundled teacher at {path}; name one with --teacher, or train one first")
+    return path
+
+
+def own_path(given: str | Path) -> Path:
+    """A path that the user gave, ~ expanded; an impossible one is an error."""
+    try:
+        path = Path(given).expanduser()
+        path.exists()
+    except (OSError, RuntimeError, ValueError) as error:  # too long a name, an unknown user's home, a zero byte
+        raise TeacherError(f"{str(given)[:100]}: no such file or folder ({error}); give another path") from error
     return path
 
 

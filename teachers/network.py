@@ -161,6 +161,8 @@ def make_teacher(
     """Checks the shape of every leaf and makes a teacher of them. `support` `[atoms]`: values of C51's atoms.
 
     The number of convolutions names the torso, the rows of the first dense layer the padding."""
+    if not isinstance(protocol.get("env_id", ""), str):
+        raise TeacherError(f"{source}: its env_id is {protocol['env_id']!r}, no name of a game; choose another teacher")
     network = {len(convs): name for name, convs in CONVOLUTIONS.items()}[len(layout.convs)]
     channels = 4
     for name, (side, _, out) in zip(layout.convs, convolutions(network, frame_size), strict=True):

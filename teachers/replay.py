@@ -11,6 +11,7 @@ The rows of a shard continue those of the shard before. A row range is read from
 import json
 import math
 import os
+import shutil
 import zipfile
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -148,17 +149,17 @@ def save_replay(folder: str | Path, parts: Iterable[Replay], shards: int) -> Non
     """Writes `shards` parts of a replay, one shard each, into a folder that holds none yet. Of a generator's parts only
     one is in memory at a time."""
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    if any(folder.glob("*.npz")):
+    if any(folder.glob("*")):
         raise TeacherError(f"{folder}: holds replay data already; name another folder")
+    half = folder.with_name(f"{folder.name}.tmp")  # a kill leaves a whole folder or none
+    shutil.rmtree(half, ignore_errors=True)
+    half.mkdir(parents=True)
     for shard, part in enumerate(parts):
         columns = {name: getattr(part, name).astype(dtype, copy=False) for name, (dtype, _) in COLUMNS.items()}
         meta = {"format": "replay 1", "shard": shard, "shards": shards, "protocol": part.protocol}
         columns["meta"] = np.frombuffer(json.dumps(meta).encode(), np.uint8)
-        path = folder / f"replay_{shard:05d}_of_{shards:05d}.npz"
-        with open(path.with_suffix(".tmp"), "wb") as file:
-            np.savez_compressed(file, **columns)
-        os.replace(path.with_suffix(".tmp"), path)
+        np.savez_compressed(half / f"replay_{shard:05d}_of_{shards:05d}.npz", **columns)
+    os.replace(half, folder)
 
 
 def read_shards(folder: Path, num_actions: int, start: int = 0, count: int | None = None) -> Replay:
@@ -169,7 +170,8 @@ def read_shards(folder: Path, num_actions: int, start: int = 0, count: int | Non
             with archive.open("meta.npy") as stream:
                 length = npy_header(stream, str(path), np.uint8, ())
                 meta = json.loads(stream.read(2**16)) if length < 2**16 else {}
-            if meta.get("format") != "replay 1":
+            protocol = meta.setdefault("protocol", {})
+            if meta.get("format") != "replay 1" or not isinstance(protocol.get("env_id", ""), str):
                 raise TeacherError(f"{path}: not in the format replay 1; see teachers/replay.py")
             lengths = set()
             for name, (dtype, row_shape) in COLUMNS.items():
@@ -200,4 +202,4 @@ def read_shards(folder: Path, num_actions: int, start: int = 0, count: int | Non
                         part = (int(first), int(last - first), at)
                         read_rows(stream, f"{path}, {name}", rows, [part], columns[name])
             at += int(last - first)
-    return check_replay(Replay(**columns, protocol=shards[0][1].get("protocol", {}), source=source), num_actions)
+    return check_replay(Replay(**columns, protocol=shards[0][1]["protocol"], source=source), num_actions)

@@ -2,7 +2,8 @@
 
 A pickle is a program: it names functions of any module and calls them. Here no name is ever imported. Each one is
 looked up in GLOBALS, a table of harmless stand-ins, and whatever is not there becomes `Inert`, which accepts every
-call and does nothing. Not even numpy's own constructors run; an array is bytes with a checked size.
+call and does nothing. Not even numpy's own constructors run; an array is bytes with a checked size. (A pickle made for
+the purpose can still waste time: tuples nested in tuples, each twice, take long to hash.)
 
 The stand-ins define __setstate__, so that a pickle cannot set their attributes (its BUILD instruction would).
 """
@@ -11,6 +12,7 @@ import io
 import math
 import pickle
 import pickletools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -72,8 +74,9 @@ class Array:
     def fill(self, data, dtype, shape, order):
         if not isinstance(dtype, Dtype) or dtype.value is None or order not in ("C", "F"):
             return
-        if len(data) != math.prod(shape) * dtype.value.itemsize:
-            raise ValueError(f"an array of shape {shape} has {len(data)} bytes")
+        size = memoryview(data).nbytes
+        if size != math.prod(shape) * dtype.value.itemsize:
+            raise ValueError(f"an array of shape {shape} has {size} bytes")
         self.value = np.ndarray(shape, dtype.value, buffer=data, order=order)
 
 
@@ -110,13 +113,40 @@ class JaxArray(Function):
         return array
 
 
+class FloatStorage(Function):
+    """Stands for the type of torch's storages of 32-bit floats, which only the identifiers of storages name."""
+
+    def __new__(cls, *_):
+        return Inert()
+
+
+class Tensor(Function):
+    """Stands for torch's _rebuild_tensor_v2(storage, offset, size, stride, ...), for contiguous tensors."""
+
+    def __new__(cls, storage, offset, size, stride, *_):
+        array = Array()
+        if isinstance(storage, np.ndarray):
+            if tuple(stride) != tuple(math.prod(size[i + 1 :]) for i in range(len(size))):
+                raise ValueError(f"a tensor of shape {size} has the strides {stride}")
+            array.fill(storage[offset : offset + math.prod(size)], Dtype("f4"), size, "C")
+        return array
+
+
+class Parameter(Function):
+    """Stands for torch's _rebuild_parameter(tensor, requires_grad, hooks)."""
+
+    def __new__(cls, tensor, *_):
+        return tensor
+
+
 GLOBALS = {
     ("numpy", "ndarray"): Array,
     ("numpy", "dtype"): Dtype,
     ("flax.core.frozen_dict", "FrozenDict"): Dict,
     ("collections", "OrderedDict"): Dict,
-    ("builtins", "set"): set,
-    ("builtins", "frozenset"): frozenset,
+    ("torch", "FloatStorage"): FloatStorage,
+    ("torch._utils", "_rebuild_tensor_v2"): Tensor,
+    ("torch._utils", "_rebuild_parameter"): Parameter,
 } | {
     (f"numpy.{core}.{module}", name): stand_in
     for core in ("core", "_core")
@@ -127,15 +157,25 @@ GLOBALS = {
 
 
 class Unpickler(pickle.Unpickler):
+    def __init__(self, data: bytes, storage: Callable[[str], np.ndarray] | None):
+        super().__init__(io.BytesIO(data))
+        self.storage = storage
+
+    def persistent_load(self, identifier):
+        """A torch storage, by ("storage", type, key, device, number of elements)."""
+        _, kind, key, *_ = identifier
+        return self.storage(key) if self.storage and kind is FloatStorage else Inert()
+
     def find_class(self, module: str, name: str):
         if module.split(".")[0] == "jax" and "reconstruct" in name:
             return JaxArray
         return GLOBALS.get((module, name), Inert)
 
 
-def loads(data: bytes) -> Any:
-    """The object in a pickle; arrays as `Array`, unknown objects as `Inert`. Raises nearly anything on a bad file."""
+def loads(data: bytes, storage: Callable[[str], np.ndarray] | None = None) -> Any:
+    """The object in a pickle; arrays as `Array`, unknown objects as `Inert`. `storage`: finds the 32-bit floats that
+    torch keeps beside its pickle. Raises nearly anything on a bad file."""
     for opcode, arg, _ in pickletools.genops(data):  # builds nothing, and checks every length against the data
-        if "PUT" in opcode.name and int(arg) > MAX_MEMO or opcode.name.startswith("EXT"):
+        if "PUT" in opcode.name and int(arg) > MAX_MEMO or opcode.name == "DUP" or opcode.name.startswith("EXT"):
             raise ValueError(f"the instruction {opcode.name} {arg} is not read")
-    return Unpickler(io.BytesIO(data)).load()
+    return Unpickler(data, storage).load()

@@ -1,9 +1,13 @@
-"""Teachers of Stable-Baselines3: the .zip of DQN("CnnPolicy") or PPO("CnnPolicy"), nature network. Needs torch.
+"""Teachers of Stable-Baselines3: the .zip of DQN("CnnPolicy") or PPO("CnnPolicy"), nature network.
 
 The archive's member policy.pth is a torch state_dict; nothing else in it is read (data holds pickled code), and nothing
-is unpacked to disk. Keys, as of SB3 2.x: DQN q_net.features_extractor.{cnn.{0,2,4},linear.0}, q_net.q_net.0 (and the
-same under q_net_target); PPO features_extractor.{cnn.{0,2,4},linear.0}, action_net, value_net (the policy's and the
-critic's own names of the extractor repeat it).
+is unpacked to disk. It is an archive itself, as torch has written it since 1.6: NAME/data.pkl is a pickle of the
+tensors' names and shapes, which is not run (restricted_pickle.py), and NAME/data/0, 1, ... are their numbers, little
+endian. So torch is not needed.
+
+Keys, as of SB3 2.x: DQN q_net.features_extractor.{cnn.{0,2,4},linear.0}, q_net.q_net.0 (and the same under
+q_net_target); PPO features_extractor.{cnn.{0,2,4},linear.0}, action_net, value_net (the policy's and the critic's own
+names of the extractor repeat it).
 
 torch keeps a convolution as [out, in, height, width], flax as [height, width, in, out]; a dense layer [out, in], flax
 [in, out]. The first dense layer reads a flattened [64, 7, 7] there and [7, 7, 64] here, so its rows are permuted.
@@ -11,10 +15,12 @@ torch keeps a convolution as [out, in, height, width], flax as [height, width, i
 
 import io
 import zipfile
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 
+from . import restricted_pickle
 from .errors import MAX_TEACHER_BYTES, TeacherError, reading
 from .network import Layout, Teacher, make_teacher
 
@@ -31,21 +37,24 @@ def read_zip(path: Path, source: str, num_actions: int) -> Teacher:
             )
         if archive.getinfo("policy.pth").file_size > MAX_TEACHER_BYTES:
             raise TeacherError(f"{source}: policy.pth exceeds {MAX_TEACHER_BYTES >> 20} MiB; choose another teacher")
-        data = archive.open("policy.pth").read(MAX_TEACHER_BYTES)
-        if zipfile.is_zipfile(io.BytesIO(data)):  # torch's own format since 1.6
-            members = zipfile.ZipFile(io.BytesIO(data)).infolist()
-            if sum(member.file_size for member in members) > MAX_TEACHER_BYTES:
-                raise TeacherError(
-                    f"{source}: policy.pth exceeds {MAX_TEACHER_BYTES >> 20} MiB; choose another teacher"
-                )
-        try:
-            import torch
-        except ImportError:
-            raise TeacherError(
-                f"{source}: a model of Stable-Baselines3 needs torch; run pip install torch (its CPU build will do)"
-            ) from None
-        state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)  # runs no code of the file
-        return from_state({name: tensor.detach().numpy() for name, tensor in state.items()}, source, num_actions)
+        return from_state(read_state(archive.open("policy.pth").read(MAX_TEACHER_BYTES), source), source, num_actions)
+
+
+def read_state(data: bytes, source: str) -> dict[str, np.ndarray]:
+    """The arrays of a state_dict that torch has saved."""
+    if not zipfile.is_zipfile(io.BytesIO(data)):
+        raise TeacherError(f"{source}: policy.pth was saved by torch before 1.6; save it again with a newer one")
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        if sum(member.file_size for member in archive.infolist()) > MAX_TEACHER_BYTES:
+            raise TeacherError(f"{source}: policy.pth exceeds {MAX_TEACHER_BYTES >> 20} MiB; choose another teacher")
+        name = next(member for member in archive.namelist() if member.endswith("/data.pkl"))
+        folder = name.removesuffix("data.pkl")
+        if f"{folder}byteorder" in archive.namelist() and archive.read(f"{folder}byteorder") != b"little":
+            raise TeacherError(f"{source}: saved on a big-endian machine; save it again on another")
+        storage = cache(lambda key: np.frombuffer(archive.read(f"{folder}data/{key}"), "<f4"))
+        state = restricted_pickle.loads(archive.read(name), storage)
+    arrays = {name: tensor.value for name, tensor in state.items() if isinstance(tensor, restricted_pickle.Array)}
+    return {name: array for name, array in arrays.items() if array is not None}
 
 
 def from_state(state: dict[str, np.ndarray], source: str, num_actions: int) -> Teacher:

@@ -128,6 +128,8 @@ def test_exported_data_become_the_same_transitions_but_for_time_limits():
     again, frames = script.ReplayBuffer(2, 60, (2, 3), 3), joined["frames"]
     again.fill(teachers.Replay(**joined, protocol={}, source=""), n)
     assert np.shares_memory(again.frames, frames)  # no copy of seven gigabytes
+    second = np.concatenate([again.export(env, {}).first for env in range(2)])
+    np.testing.assert_array_equal(second, joined["first"])  # no dummy row becomes a beginning
     lost = 0
     for env in range(2):
         for i in range(30, 90):
@@ -436,6 +438,9 @@ def test_resume_online_keeps_weight_and_score(micro, monkeypatch, capsys):
     assert rest["teacher_score"] == part["teacher_score"] and rest["eval_return"] > 2.8
     weights = rows_of(rest, "charts/distill_weight")
     assert weights[1600] == 0.0 and weights[-200 + 200] == 1.0
+    # Killed after the last checkpoint: the replay is lost, the evaluation is made all the same.
+    again = micro(MatchTheBit, fake_teacher(), resume=str(part["run_dir"]), **settings)
+    assert again["eval_return"] > 2.8 and "nothing to save" in capsys.readouterr().out
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------
@@ -453,10 +458,17 @@ def test_resume_online_keeps_weight_and_score(micro, monkeypatch, capsys):
         (dict(eval_episodes=0), "--eval-episodes 0"),
         (dict(num_envs=6, replay_capacity=20_000), "--replay-capacity 20000: must be at least --learning-starts"),
         (dict(teacher="none", final_learning_rate=1e-5), "--final-learning-rate: is for after a teacher"),
+        (dict(teacher="none", teacher_data="x"), "--teacher-data: is for the offline phase"),
+        (dict(offline_steps=0, teacher_data="x"), "--teacher-data: is for the offline phase"),
     ],
 )
 def test_bad_flags(capsys, settings, message):
     refused(capsys, lambda: script.Args(**settings), message)
+
+
+def test_data_that_nobody_collects_need_no_memory():
+    for workflow in dict(offline_steps=0), dict(finetune="x"), dict(teacher="none"):
+        script.Args(**workflow, collect_steps=10**9)
 
 
 def test_bad_teachers(capsys, tmp_path, micro):
@@ -470,6 +482,7 @@ def test_bad_teachers(capsys, tmp_path, micro):
     refused(capsys, main(env_id="Enduro-v5"), "no bundled teacher")
     refused(capsys, main(env_id="Ant-v4"), "--env-id Ant-v4")
     refused(capsys, main(teacher="none", total_timesteps=0), "--total-timesteps 0: leaves nothing to do")
+    refused(capsys, main(total_timesteps=3, save_replay=True), "--save-replay: the offline phase plays nothing to save")
     refused(capsys, main(teacher="none", finetune=str(tmp_path)), "--finetune")
     refused(capsys, main(teacher="none", resume=str(tmp_path)), "--resume")
     assert not (tmp_path / "runs").exists()
@@ -499,6 +512,8 @@ def test_another_network_cannot_be_fine_tuned(micro, capsys):
     folder = str(micro(RightAction, total_timesteps=240)["run_dir"])
     other = dict(finetune=folder, teacher=None, network="nature")
     refused(capsys, lambda: micro(RightAction, **other), "--network nature: --finetune")
+    other = dict(finetune=folder, teacher=None, protocol="classic")
+    refused(capsys, lambda: micro(RightAction, **other), "--protocol classic: --finetune goes on with dopamine")
 
 
 def test_nan_stops_the_run_and_keeps_the_last_good_checkpoint(micro, monkeypatch, capsys):

@@ -10,6 +10,7 @@ import pickle
 import struct
 import sys
 import zipfile
+from collections import OrderedDict
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -370,16 +371,53 @@ def write_sb3(path, policy):
     return path
 
 
-@pytest.fixture
-def torch_stub(monkeypatch):
-    """Stands for torch, which this project does not need otherwise: its files are .npz here."""
+class FloatStorage:
+    """torch's type of a storage, as its files name it."""
 
-    def load(file, map_location, weights_only):
-        assert map_location == "cpu" and weights_only is True
-        tensors = {name: SimpleNamespace(numpy=lambda x=x: x) for name, x in np.load(file).items()}
-        return {name: SimpleNamespace(detach=lambda x=x: x) for name, x in tensors.items()}
+    __module__ = "torch"
 
-    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(load=load))
+
+def _rebuild_tensor_v2(*_):
+    """The function by which torch's files rebuild a tensor."""
+
+
+_rebuild_tensor_v2.__module__ = "torch._utils"
+
+
+class TorchPickler(pickle.Pickler):
+    """Writes arrays as torch.save writes contiguous tensors: their numbers aside, in `storages`."""
+
+    def __init__(self, file):
+        super().__init__(file, protocol=2)
+        self.storages = []
+
+    def persistent_id(self, thing):
+        return thing if isinstance(thing, tuple) and thing[:1] == ("storage",) else None
+
+    def reducer_override(self, thing):
+        if not isinstance(thing, np.ndarray):
+            return NotImplemented
+        self.storages.append(thing.tobytes())
+        storage = ("storage", FloatStorage, str(len(self.storages) - 1), "cpu", thing.size)
+        strides = tuple(step // thing.itemsize for step in thing.strides)
+        return _rebuild_tensor_v2, (storage, 0, thing.shape, strides, False, OrderedDict())
+
+
+def torch_save(state, monkeypatch):
+    """The bytes of torch.save(state), written independently of torch."""
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(FloatStorage=FloatStorage))
+    monkeypatch.setitem(sys.modules, "torch._utils", SimpleNamespace(_rebuild_tensor_v2=_rebuild_tensor_v2))
+    pickled, file = io.BytesIO(), io.BytesIO()
+    pickler = TorchPickler(pickled)
+    pickler.dump(OrderedDict(state))
+    monkeypatch.setitem(sys.modules, "torch", None)  # reading needs no torch
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("policy/data.pkl", pickled.getvalue())
+        archive.writestr("policy/byteorder", "little")
+        for i, data in enumerate(pickler.storages):
+            archive.writestr(f"policy/data/{i}", data)
+        archive.writestr("policy/version", "3\n")
+    return file.getvalue()
 
 
 def npz(arrays):
@@ -389,10 +427,10 @@ def npz(arrays):
 
 
 @pytest.mark.parametrize("kind", ["q", "policy"])
-def test_stable_baselines(tmp_path, torch_stub, kind):
+def test_stable_baselines(tmp_path, monkeypatch, kind):
     state, outputs = sb3_state(kind)
     (tmp_path / "a" / "b").mkdir(parents=True)
-    path = write_sb3(tmp_path / "a" / "b" / "dqn-PongNoFrameskip-v4.zip", npz(state))
+    path = write_sb3(tmp_path / "a" / "b" / "dqn-PongNoFrameskip-v4.zip", torch_save(state, monkeypatch))
     assert_same(load_teacher(path, num_actions=A), outputs, kind)
     assert not list(tmp_path.rglob("outside.txt"))
 
@@ -406,30 +444,37 @@ def test_stable_baselines_with_torch(tmp_path, kind):
     assert_same(load_teacher(write_sb3(tmp_path / "m.zip", file.getvalue()), num_actions=A), outputs, kind)
 
 
-def test_stable_baselines_refuses(tmp_path, torch_stub, monkeypatch):
+def test_stable_baselines_refuses(tmp_path, monkeypatch):
     state, _ = sb3_state("q")
+
+    def refused(state, match):
+        policy = state if isinstance(state, bytes) else torch_save(state, monkeypatch)
+        with pytest.raises(TeacherError, match=match):
+            load_teacher(write_sb3(tmp_path / "m.zip", policy), num_actions=A)
+
     with pytest.raises(TeacherError, match="6 actions, the game has 4"):
-        load_teacher(write_sb3(tmp_path / "m.zip", npz(state)), num_actions=4)
+        load_teacher(write_sb3(tmp_path / "m.zip", torch_save(state, monkeypatch)), num_actions=4)
     deeper = state | {"q_net.q_net.2.weight": np.ones((A, A), np.float32), "q_net.q_net.2.bias": np.ones(A, np.float32)}
-    with pytest.raises(TeacherError, match=r"m\.zip: not CnnPolicy's default network \(see q_net\.q_net\.2\)"):
-        load_teacher(write_sb3(tmp_path / "m.zip", npz(deeper)), num_actions=A)
-    with pytest.raises(TeacherError, match="choose a DQN or PPO with CnnPolicy"):
-        load_teacher(write_sb3(tmp_path / "m.zip", npz({"actor.mu.weight": np.ones(1)})), num_actions=A)
+    refused(deeper, r"m\.zip: not CnnPolicy's default network \(see q_net\.q_net\.2\)")
+    refused({"actor.mu.weight": np.ones(1, np.float32)}, "choose a DQN or PPO with CnnPolicy")
+    name = "q_net.q_net.0.weight"
+    refused(state | {name: state[name].T}, "has the strides")  # a tensor that is not contiguous
+    refused({name: Weapon(os.mkdir, str(tmp_path / "run"))}, "choose a DQN or PPO")
+    assert not (tmp_path / "run").exists()
+    refused(b"\x80\x02}q\x00.", "before 1.6")  # torch's older format, a bare pickle
+    whole = torch_save(state, monkeypatch)
+    refused(whole[: len(whole) // 2], "before 1.6|truncated, damaged")
     with pytest.raises(TeacherError, match="without policy.pth"):  # a torch file of CleanRL begins like this
         (tmp_path / "dqn_atari.cleanrl_model").write_bytes(npz(state))
         load_teacher(tmp_path / "dqn_atari.cleanrl_model", num_actions=A)
     with pytest.raises(TeacherError, match="truncated, damaged"):
-        (tmp_path / "m.zip").write_bytes(write_sb3(tmp_path / "m.zip", npz(state)).read_bytes()[:-500])
+        (tmp_path / "m.zip").write_bytes(write_sb3(tmp_path / "m.zip", whole).read_bytes()[:-500])
         load_teacher(tmp_path / "m.zip", num_actions=A)
     bomb = io.BytesIO()
     with zipfile.ZipFile(bomb, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("archive/data/0", bytes(10**6))
     monkeypatch.setattr(stable_baselines, "MAX_TEACHER_BYTES", 10**5)
-    with pytest.raises(TeacherError, match="policy.pth exceeds"):
-        load_teacher(write_sb3(tmp_path / "m.zip", bomb.getvalue()), num_actions=A)
-    monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(TeacherError, match="pip install torch"):
-        load_teacher(write_sb3(tmp_path / "m.zip", npz({})), num_actions=A)
+    refused(bomb.getvalue(), "policy.pth exceeds")
 
 
 # --- what a teacher is refused for ------------------------------------------------------------------------------------
@@ -561,6 +606,7 @@ def test_no_pickle_runs_code(tmp_path):
         b"\x80\x04Nr\xff\xff\xff\x7f.",  # the unpickler would take 16 GB for a memo of 2**31 entries
         b"\x80\x05\x96" + struct.pack("<Q", 10**11) + b".",  # a bytearray of 100 GB
         b"\x80\x04Q.",  # a persistent id
+        b"\x80\x04)" + b"2\x86" * 60 + b"}\x94h\x00.",  # tuples of twice the same, 60 deep: they double by DUP
         b"\x80\x04(c__builtin__\nint\n",  # truncated
     ],
 )
@@ -579,10 +625,17 @@ def test_restricted_pickle_reads_arrays_of_every_kind():
         got = restricted_pickle.loads(pickle.dumps(arrays, protocol))
         for x, y in zip(arrays, got, strict=True):
             np.testing.assert_array_equal(x, y.value)
-        assert restricted_pickle.loads(pickle.dumps({np.int64(3), 2**70}, protocol)) == {3, 2**70}
+        assert restricted_pickle.loads(pickle.dumps([np.int64(3), 2**70], protocol)) == [3, 2**70]
     lie = pickle.dumps(np.zeros(4), 4).replace(b"K\x04\x85", b"K\x40\x85")  # shape (4,) becomes (64,)
     with pytest.raises(ValueError, match="32 bytes"):
         restricted_pickle.loads(lie)
+
+
+@pytest.mark.parametrize("path", ["~nobody-of-this-name/model", "x" * 300])
+def test_impossible_paths(path):
+    for load in load_teacher, load_replay:
+        with pytest.raises(TeacherError, match="no such file or folder"):
+            load(path, num_actions=A)
 
 
 # --- the hub, the bundled teacher, the scores -------------------------------------------------------------------------
@@ -864,6 +917,23 @@ def test_shards(tmp_path):
     assert replay_beside(tmp_path / "run" / "model.msgpack") == tmp_path / "run" / "replay"
     with pytest.raises(TeacherError, match="holds replay data already"):
         save_replay(tmp_path / "run" / "replay", [replay], 1)
+    for i, protocol in enumerate((None, [], {"env_id": 5})):
+        save(tmp_path / str(i), replace(replay, protocol=protocol), rows_per_shard=14)
+        with pytest.raises(TeacherError):
+            load_replay(tmp_path / str(i), num_actions=A)
+
+
+def test_a_replay_is_saved_whole_or_not_at_all(tmp_path):
+    def parts():
+        yield hand_made()
+        raise KeyboardInterrupt
+
+    for _ in range(2):  # what the first has left behind does not hinder the second
+        with pytest.raises(KeyboardInterrupt):
+            save_replay(tmp_path / "replay", parts(), 2)
+        assert not (tmp_path / "replay").exists()
+    save(tmp_path / "replay", hand_made(), rows_per_shard=7)
+    assert [path.name for path in tmp_path.iterdir()] == ["replay"]
 
 
 def test_shards_refused(tmp_path):
