@@ -1048,9 +1048,9 @@ def main(args: Args) -> dict:
         model = {"format": f"{Path(__file__).stem} 1", "args": json.dumps(asdict(args))}
         model["params"] = jax.device_get(state.params)
         write_whole(run_dir / "model.msgpack", flax.serialization.msgpack_serialize(model))
-    returns = evaluate_student(run_dir if args.capture_video else None)
+    # The replay first: a resumed run can make up for an evaluation, not for the replay.
     if args.save_replay and len(replay) == 0:
-        print("the replay was lost with the process that was resumed: nothing to save")
+        print("nothing to save: no step was played since the run was resumed")
     elif args.save_replay:
         print(f"saves the {len(replay):,} steps in the replay", flush=True)
         shards = (replay.export(i, {"env_id": args.env_id, "protocol": args.protocol}) for i in range(args.num_envs))
@@ -1058,6 +1058,7 @@ def main(args: Args) -> dict:
             teachers.save_replay(run_dir / "replay", shards, args.num_envs)
         except (OSError, teachers.TeacherError) as error:
             refuse(f"--save-replay: {error}; the model is saved", code=1)
+    returns = evaluate_student(run_dir if args.capture_video else None)
     return result | {"eval_return": float(returns.mean())}
 
 
