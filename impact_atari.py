@@ -13,9 +13,8 @@ Paper: Luo et al., "IMPACT: Importance Weighted Asynchronous Architectures with 
           └──────────── copy of the live parameters after the SGD steps ────────────────────────┘
                         after every N*K visits: target parameters <- live parameters
 
-All of the algorithm is here: three policies (worker, target, live), the clipped surrogate with the IMPACT ratio,
-V-GAE, the circular buffer, the optional KL penalty, and the paper's ablations as flags (--ratio, --value-target).
-Deliberately different from the paper or from its author's code:
+Three policies (worker, target, live), and the paper's ablations as flags (--ratio, --value-target). Deliberately
+different from the paper or from its author's code:
   1. The target's critic computes the advantages, as the paper says; the author used the live one (--value-target live).
   2. All T rewards of a rollout count: it holds T+1 observations, the last one for bootstrapping only.
   3. A time limit is not a death: it bootstraps. EnvPool's dummy row after an end is masked out of everything.
@@ -30,24 +29,18 @@ import os
 from importlib import metadata
 
 # XLA's CPU backend runs convolutions on one core unless this fusion is off (3 to 4 times faster). An XLA that does not
-# know a flag aborts, hence the versions. It concerns no other backend, and your own XLA_FLAGS come last, so they win.
-YNN_FLAG = "--xla_cpu_experimental_ynn_fusion_type=-individual_convolution"
-if metadata.version("jaxlib").startswith(("0.10.", "0.12.")) and YNN_FLAG not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = f"{YNN_FLAG} {os.environ.get('XLA_FLAGS', '')}".strip()
+# know a flag aborts, hence the versions. Your own XLA_FLAGS come last, so they win.
+if metadata.version("jaxlib").startswith(("0.10.", "0.12.")) and "ynn_fusion" not in os.environ.get("XLA_FLAGS", ""):
+    flags = "--xla_cpu_experimental_ynn_fusion_type=-individual_convolution", os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] = " ".join(flags).strip()
 
-import json
 import queue
-import shutil
-import signal
-import subprocess
-import sys
 import threading
 import time
-import traceback
-import zlib
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from contextlib import closing, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -62,15 +55,6 @@ import numpy as np
 import optax
 import tyro
 from flax.training import train_state
-from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from tensorboardX import SummaryWriter
-
-
-def refuse(message: str, code: int = 2):
-    """Ends the program with one line that names the flag or the file and the remedy."""
-    print(f"error: {message}", file=sys.stderr, flush=True)
-    raise SystemExit(code)
 
 
 @dataclass(frozen=True)
@@ -135,33 +119,29 @@ class Args:
     process_id: int | None = None  # index of this process, likewise
 
     def __post_init__(self):
-        may_be_0 = "seed queue_size eval_episodes vf_coef ent_coef kl_coef gamma gae_lambda process_id"
-        may_be_0 += " repeat_action_probability"
-        for name, x in asdict(self).items():
-            low = -1 if name == "actor_device" else 0 if name in may_be_0.split() else 1e-12
-            high = 1 if name in ("gamma", "gae_lambda", "repeat_action_probability") else 10**9
-            if type(x) in (int, float) and not low <= x <= high:  # NaN does not hold either
-                at_least = "above 0" if 0 < low < 1 else f"at least {low}"
-                refuse(f"--{name.replace('_', '-')} {x}: must be {at_least} and at most {high:,}")
-        if not self.distributed and (self.coordinator_address, self.num_processes, self.process_id) != (None,) * 3:
-            refuse("--coordinator-address, --num-processes, --process-id: need --distributed")
+        may_be_0 = "seed queue_size eval_episodes vf_coef ent_coef kl_coef process_id"
+        fractions = "gamma gae_lambda repeat_action_probability"
+        check_numbers(self, may_be_0, fractions, actor_device=-1)
         if self.capture_video and not self.eval_episodes:
             refuse("--capture-video: films an evaluated game, so --eval-episodes must be above 0")
-        num_devices = len(self.learner_devices)
-        if num_devices == 0 or min(self.learner_devices) < 0 or len({*self.learner_devices}) < num_devices:
-            refuse("--learner-devices: must be different indices, for example --learner-devices 0 1")
         if self.num_steps % self.num_minibatches:
             refuse(f"--num-steps {self.num_steps}: must be a multiple of --num-minibatches {self.num_minibatches}")
-        if self.num_envs % num_devices:
-            refuse(f"--num-envs {self.num_envs}: must be a multiple of the {num_devices} --learner-devices")
+
+
+def check_numbers(args, may_be_0: str, fractions: str, **least: float):
+    """Refuses numbers out of range: above 0 and at most a billion; fractions, 0 to 1; or as named here."""
+    for name, x in vars(args).items():
+        low, high = (0, 1) if name in fractions.split() else (least.get(name, 1e-12), 10**9)
+        low = 0 if name in may_be_0.split() else low
+        if type(x) in (int, float) and not low <= x <= high:  # NaN does not hold either
+            at_least = "above 0" if 0 < low < 1 else f"at least {low}"
+            refuse(f"--{name.replace('_', '-')} {x}: must be {at_least} and at most {high:,}")
 
 
 # --- environment ------------------------------------------------------------------------------------------------------
 def make_env(args: Args, num_envs: int, entropy: tuple[int, ...], render: bool = False):
-    """EnvPool's vector of one Atari game: observations `[num_envs, 4, frame, frame]` uint8, the oldest frame first.
-
-    The seeds are drawn from `entropy`: EnvPool would give environment i seed + i, and two runs with neighbouring seeds
-    would share nearly all of their games."""
+    """EnvPool's vector of one Atari game: observations `[num_envs, 4, frame, frame]` uint8, the oldest frame first. Its
+    seeds are drawn from `entropy`, since with seed + i two runs of neighbouring seeds would share nearly all games."""
     if args.env_id not in envpool.list_all_envs():
         refuse(f"--env-id {args.env_id}: unknown to EnvPool; Atari games are called Pong-v5, SpaceInvaders-v5, ...")
     seeds = np.random.SeedSequence(entropy).generate_state(num_envs) >> 1
@@ -254,19 +234,6 @@ class TrainState(train_state.TrainState):
     kl_coef: jax.Array  # weight of KL(target || live)
 
 
-def traverse(take_oldest: Callable[[], Any], num_slots: int, passes: int) -> Iterator[Any]:
-    """One generation of the circular buffer C(N, K): N batches are taken in the first round, each is visited K times.
-
-    The slots fill in the first round and expire together after the last, so no batch outlives the generation: there the
-    target network may change without making the evaluations stored in the slots stale."""
-    slots = [None] * num_slots
-    for visited in range(passes):
-        for i in range(num_slots):
-            if visited == 0:
-                slots[i] = take_oldest()
-            yield slots[i]
-
-
 # --- the mathematics --------------------------------------------------------------------------------------------------
 def forward(apply_fn: Callable, params, obs: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Logits `[B, T, A]` and values `[B, T]` of frames `[B, T, ...]`; B may be sharded over devices."""
@@ -293,10 +260,9 @@ def v_gae(value, reward, discount, cut, log_w, lambda_: float, c_bar: float = 1.
 
         delta_t = rho_t (r_t + discount_t V(s_{t+1}) - V(s_t))     rho_t = c_t = min(c_bar, w_t), c_bar = 1 in the paper
         A_t     = delta_t + discount_t lambda c_t A_{t+1}          A_{t+1} = 0 where the episode is cut
-        G_t     = V(s_t) + A_t
+        G_t     = V(s_t) + A_t                                     (lambda folded into the discount would bias it)
 
-    value `[T+1]`; reward, discount, cut, log_w `[T]`. If w = 1 it is GAE(lambda), if lambda = 1 V-trace's advantage.
-    Lambda is kept out of the discount: folded in, it would bias the value target."""
+    value `[T+1]`; reward, discount, cut, log_w `[T]`. If w = 1 it is GAE(lambda), if lambda = 1 V-trace's advantage."""
     chex.assert_rank([value, reward, discount, cut, log_w], 1)
     rho_t = c_t = jnp.exp(jnp.minimum(log_w, np.log(c_bar)))
     delta_t = rho_t * (reward + jnp.where(discount > 0, discount * value[1:], 0.0) - value[:-1])
@@ -359,33 +325,22 @@ def impact_loss(params, state: TrainState, batch: Batch, args: Args) -> tuple[ja
 
 
 # --- learner ----------------------------------------------------------------------------------------------------------
-def make_batch(rollout: Rollout, target_logits: jax.Array, value: jax.Array, args: Args) -> Batch:
-    """Advantages and value targets from values `[B, T+1]`; always with target over worker, never live over worker."""
+@partial(jax.jit, static_argnames="args")
+def evaluate_batch(state: TrainState, rollout: Rollout, args: Args, target_logits: jax.Array | None = None) -> Batch:
+    """The target network evaluates a batch at its first visit, for all K of them: it changes only after the last. Or,
+    given its logits, the live critic does (--value-target live). The weights are target over worker in either case."""
+    params = state.target_params if target_logits is None else state.params
+    logits, value = forward(state.apply_fn, params, rollout.obs)
+    target_logits = logits[:, :-1] if target_logits is None else target_logits
     log_w = log_prob(target_logits, rollout.action) - rollout.logp
     one_env = partial(v_gae, lambda_=args.gae_lambda, c_bar=args.c_bar)
     returned = jax.vmap(one_env)(value, rollout.reward, rollout.discount, rollout.cut, log_w)
     return Batch(rollout, target_logits, *returned)
 
 
-@partial(jax.jit, static_argnames="args")
-def first_visit(state: TrainState, rollout: Rollout, args: Args) -> Batch:
-    """The target network evaluates a new batch. That holds for all K visits: the target changes only after the last."""
-    logits, value = forward(state.apply_fn, state.target_params, rollout.obs)
-    return make_batch(rollout, logits[:, :-1], value, args)
-
-
-@partial(jax.jit, static_argnames="args")
-def with_live_critic(state: TrainState, batch: Batch, args: Args) -> Batch:
-    """--value-target live: before each visit the live critic computes advantages and value targets anew."""
-    _, value = forward(state.apply_fn, state.params, batch.rollout.obs)
-    return make_batch(batch.rollout, batch.target_logits, value, args)
-
-
 def deal_rows(rng: np.random.Generator, visits: int, num_envs: int, args: Args) -> np.ndarray:
-    """Which rows go into which SGD step: `[visits * num_minibatches, num_envs, num_steps / num_minibatches]`.
-
-    Every environment's rows are shuffled by themselves and dealt out evenly. So no row ever leaves its device, and the
-    result does not depend on the number of devices or processes."""
+    """Which rows go into which SGD step: `[visits * num_minibatches, num_envs, num_steps / num_minibatches]`. Dealt out
+    evenly for each environment, so that no row leaves its device and the number of devices changes nothing."""
     rows = rng.permuted(np.tile(np.arange(args.num_steps), (visits, num_envs, 1)), axis=-1)
     rows = rows.reshape(visits, num_envs, args.num_minibatches, -1).swapaxes(1, 2)
     return rows.reshape(visits * args.num_minibatches, num_envs, -1)
@@ -445,7 +400,8 @@ class Worker:
     """A vector of environments, and what it carries from one rollout to the next."""
 
     def __init__(self, args: Args, apply_fn: Callable, entropy: tuple[int, ...], key: jax.Array):
-        self.args, self.apply_fn, self.key, self.steps = args, apply_fn, key, 0
+        self.args, self.apply_fn, self.steps = args, apply_fn, 0
+        self.key = jax.random.fold_in(key, np.random.SeedSequence(entropy).generate_state(1)[0])
         self.env = make_env(args, args.num_envs, entropy)
         self.obs, _ = self.env.reset()
         self.ended = np.zeros(args.num_envs, bool)  # the last row ended an episode, so the next one is a dummy
@@ -473,93 +429,202 @@ class Worker:
 
 
 class Exchange:
-    """What actor threads and learner share: a bounded queue, the newest parameters, and a way to stop each other.
+    """All that actors and learner share: finished rollouts, the newest parameters, and a way to stop each other.
 
-    The bound counts rollouts from their beginning: an actor that finds no room waits before it reads the parameters,
-    not after it has used them. So the policy lag is no longer than the rollouts in flight. The learner takes the oldest
-    and makes room for another when that one is to begin."""
+    Rollouts are bounded from their beginning: an actor that finds no room waits before it reads the parameters, not
+    after it has used them. So the policy lag is no longer than the rollouts in flight."""
 
-    def __init__(self, max_in_flight: int):
-        self.rollouts, self.room = queue.SimpleQueue(), threading.Semaphore(max_in_flight)
-        self.published: tuple[Any, int] = (None, 0)  # parameters, SGD steps that made them; replaced as a whole
-        self.stop, self.error = threading.Event(), None
+    def __init__(self, max_in_flight: int, device: jax.Device):
+        self.rollouts, self.room, self.device = queue.SimpleQueue(), threading.Semaphore(max_in_flight), device
+        self.published, self.stop, self.error, self.threads = (None, 0), threading.Event(), None, []
 
-    def publish(self, params, sgd_steps: int, device: jax.Device):
-        """Hands the actors a copy of the replicated parameters: the learner's own are donated, so deleted, next."""
-        if self.error is not None:
+    def publish(self, params, sgd_steps: int):
+        """Hands the actors a copy of the parameters that so many SGD steps made; raises what an actor died of."""
+        if self.error:
             raise self.error
-        copy = jax.tree.map(lambda x: jnp.copy(x.addressable_data(0)), params)
-        self.published = jax.block_until_ready(jax.device_put(copy, device)), sgd_steps  # syncs, or actors would wait
+        copy = jax.tree.map(lambda x: jnp.copy(x.addressable_data(0)), params)  # the learner's own are donated next
+        self.published = jax.block_until_ready(jax.device_put(copy, self.device)), sgd_steps  # sync, or actors would
 
     def act(self, worker):
         """One rollout with the newest parameters, into the queue."""
         params, sgd_steps = self.published
         self.rollouts.put((*worker.rollout(params), sgd_steps))
 
+    def keep_acting(self, worker):
+        """An actor thread. What goes wrong here reaches the learner."""
+        try:
+            while not self.stop.is_set():
+                if self.room.acquire(timeout=0.2):
+                    self.act(worker)
+        except BaseException as error:
+            self.error = error
+
+    def start(self, workers: list):
+        self.threads = [threading.Thread(target=self.keep_acting, args=(worker,), daemon=True) for worker in workers]
+        for thread in self.threads:
+            thread.start()
+
     def take(self) -> tuple:
-        """What the oldest waiting rollout consists of, and its parameters' SGD steps; raises what an actor died of."""
-        while self.error is None:
-            try:
+        """The oldest rollout, its metrics, its parameters' SGD steps; raises what an actor died of."""
+        while not self.error:
+            with suppress(queue.Empty):
                 return self.rollouts.get(timeout=0.2)
-            except queue.Empty:
-                continue
         raise self.error
 
-
-def actor_thread(worker, exchange: Exchange):
-    """Acts until told to stop. What goes wrong here reaches the learner through the exchange."""
-    try:
-        while not exchange.stop.is_set():
-            if exchange.room.acquire(timeout=0.2):
-                exchange.act(worker)
-    except BaseException as error:
-        exchange.error = error
+    def close(self):
+        self.stop.set()
+        for thread in self.threads:
+            thread.join(timeout=5)
 
 
-# --- logging, saving, evaluation --------------------------------------------------------------------------------------
-class Logger:
-    """metrics.csv (global_step,wall_seconds,metric,value), TensorBoard events, and wandb if asked for."""
+# --- main -------------------------------------------------------------------------------------------------------------
+def main(args: Args) -> dict:
+    """Trains, evaluates, saves. Returns final_return (mean of the last 20 games), eval_return, global_step, run_dir."""
+    run = Run(args)
+    args, N, K = run.args, run.args.buffer_size, run.args.passes  # with --resume the arguments of that run
+    replicated, by_env, actor_device = make_shardings(args, args.actor_device)
+    generation_steps = N * args.num_steps * args.num_envs * jax.process_count()
+    total_steps = run.plan("generation", generation_steps)
+    planned_sgd_steps = total_steps // generation_steps * N * K * args.num_minibatches
 
-    def __init__(self, args: Args, run_dir: Path, step: int, wall_seconds: float):
-        path, self.started = run_dir / "metrics.csv", time.time() - wall_seconds
-        rows = path.read_text().splitlines(keepends=True)[1:] if path.exists() else []
-        # A resumed run forgets the rows that its checkpoint has not seen, and a last line cut short by a kill.
-        rows = [row for row in rows if row.endswith("\n") and int(row.split(",")[0]) <= step]
-        write_whole(path, ("global_step,wall_seconds,metric,value\n" + "".join(rows)).encode())
-        self.csv, self.tensorboard, self.wandb = path.open("a"), SummaryWriter(str(run_dir), purge_step=step + 1), None
-        if args.track:
-            import wandb
+    env = make_env(args, 1, (args.seed,))
+    network = ActorCritic(args.network, int(env.action_space.n))
+    init_key, actor_key, eval_key = jax.random.split(jax.random.key(args.seed), 3)
+    params = network.init(init_key, np.zeros((1, *env.observation_space.shape), np.uint8))
+    rate = optax.linear_schedule(args.learning_rate, 0.0 if args.anneal_lr else args.learning_rate, planned_sgd_steps)
+    optimizer = optax.chain(optax.clip_by_global_norm(args.max_grad_norm), optax.adam(rate, eps=1e-5))
+    impact = {"target_params": params, "kl_coef": np.float32(args.kl_coef)}
+    state = run.restore(TrainState.create(apply_fn=network.apply, params=params, tx=optimizer, **impact), replicated)
+    global_step, sgd_steps, last_kls = run.step, int(state.step), deque(maxlen=N)
 
-            names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "id": run_dir.name}
-            self.wandb = wandb.init(config=asdict(args), resume="allow", reinit="finish_previous", **names)
-            self.wandb.define_metric("*", step_metric="global_step")
+    # A resumed run plays new games, since the generation is part of their seeds.
+    entropies = [(args.seed, jax.process_index(), i, global_step // generation_steps) for i in range(args.num_actors)]
+    workers = [Worker(args, network.apply, entropy, actor_key) for entropy in entropies]
+    exchange = Exchange(N - 1 + args.num_actors + args.queue_size, actor_device)
+    exchange.publish(state.params, sgd_steps)
+    run.open(environment=f"{args.env_id}: {network.num_actions} actions (minimal), 4 grey frames of {args.frame_size} "
+                         f"pixels, limit {args.max_episode_steps} steps = {4 * args.max_episode_steps} frames, up to "
+                         f"30 no-ops, fire on reset, a lost life ends an episode: {args.episodic_life}, sticky actions "
+                         f"{args.repeat_action_probability}, rewards clipped for learning only",
+             plan=f"{args.num_actors} x {args.num_envs} environments, learner on {replicated.mesh.size} x "
+                  f"{jax.devices()[0].device_kind}, {total_steps // generation_steps} x {generation_steps} steps, from "
+                  f"{global_step}{' (resumed: the environments begin new games)' if args.resume else ''}")  # fmt: skip
 
-    def log(self, step: int, metrics: dict[str, float]):
-        for name, value in metrics.items():
-            self.csv.write(f"{step},{time.time() - self.started:.2f},{name},{value:.8g}\n")
-            self.tensorboard.add_scalar(name, value, step)
-        self.csv.flush()
-        if self.wandb:
-            self.wandb.log(metrics | {"global_step": step})
+    # A single slot's K visits follow one another: one call of the learner, if nothing changes between them.
+    visits = K if N == 1 and args.value_target == "target" else 1
+    with closing(exchange), run:
+        exchange.start(workers if args.concurrency else [])
+        while global_step < total_steps and not run.stop:
+            slots: list[Batch] = []  # the circular buffer C(N, K): N batches, visited by turns, K times each
+            for call in range(N * K // visits):
+                start = time.time()
+                if call < N:  # in the first round the slots fill, and after the last all expire together
+                    while not args.concurrency and exchange.rollouts.qsize() <= args.queue_size:  # act by turns
+                        workers.append(workers.pop(0))
+                        exchange.act(workers[-1])
+                    rollout, metrics, behaviour_sgd_steps = exchange.take()
+                    run.add(metrics | {"charts/policy_lag": sgd_steps - behaviour_sgd_steps})
+                    run.add({"time/learner_queue_get": time.time() - start})
+                    # Each process holds its own environments' rows; together they are one array, over all devices.
+                    rollout = jax.tree.map(partial(jax.make_array_from_process_local_data, by_env), rollout)
+                    slots.append(evaluate_batch(state, rollout, args))
+                if call * visits % K == 0:  # N times in a generation: another rollout may begin
+                    exchange.room.release()
+                batch, start = slots[call % N], time.time()
+                if args.value_target == "live":
+                    batch = evaluate_batch(state, batch.rollout, args, batch.target_logits)
+                rng = np.random.default_rng((args.seed, sgd_steps))  # so a resumed run goes on with the same stream
+                rows = deal_rows(rng, visits, len(batch.rollout.action), args)
+                state, losses = learn(state, batch, rows, impact_loss, args)
+                sgd_steps += len(rows)
+                if (call + 1) * visits % K == 0:
+                    exchange.publish(state.params, sgd_steps)
+                last_kls.append(losses["losses/kl_target_live"])
+                run.add(losses | {"time/learner_update": time.time() - start})
+            global_step += generation_steps
+            run.add({}, SPS=generation_steps)
+            # The target changes here and only here: it has evaluated all that this generation learned from.
+            update_target = global_step // generation_steps % args.target_period == 0
+            state = end_generation(state, tuple(last_kls), args, update_target)
+            if run.due(global_step, generation_steps, total_steps):
+                run.log(state, {"charts/learning_rate": float(rate(sgd_steps))},
+                        "step {step:>10,} {share:4.0%}   return (20 games) {charts/episodic_return_20:8.2f}   "
+                        "SPS {charts/SPS:6.0f}   lag {charts/policy_lag:3.0f}   value loss {losses/value_loss:7.4f}   "
+                        "entropy {losses/entropy:5.3f}   {left:4.0f} min left")  # fmt: skip
+
+    params = jax.tree.map(lambda x: x.addressable_data(0), state.params)
+
+    def evaluate() -> np.ndarray:
+        """In environments set up as in training: a policy that never served after a lost life would stand still."""
+        env = make_env(args, args.eval_episodes, (args.seed, 2**31), render=args.capture_video)
+        act = lambda obs, i: np.asarray(policy_step(network.apply, params, obs, eval_key, i)[0])  # noqa: E731
+        return play(args.eval_episodes, env, step_env, act, film=run.folder if args.capture_video else None)
+
+    return run.end(total_steps, params, evaluate)
 
 
-def make_run_dir(args: Args) -> Path:
-    """Creates the run folder, with the run's provenance in it: arguments, versions, a copy of this script."""
-    stamp = int(time.time())
-    while (run_dir := Path(args.runs_dir) / f"{args.env_id}__{args.exp_name}__{args.seed}__{stamp}").exists():
-        stamp += 1
-    git = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "HEAD"]
-    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
-    versions = {name: metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax", "numpy", "envpool")}
-    versions |= {"python": sys.version.split()[0], "device": jax.devices()[0].device_kind, "git_commit": commit}
-    try:
-        run_dir.mkdir(parents=True)
-        (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2) + "\n")
-        (run_dir / "versions.json").write_text(json.dumps(versions | {"cpus": os.cpu_count()}, indent=2) + "\n")
-        shutil.copy(__file__, run_dir)
-    except OSError as error:
-        refuse(f"--runs-dir {args.runs_dir}: cannot write {run_dir} ({error.strerror}); name a writable folder")
-    return run_dir
+# --- appendix: the run folder, logging, checkpoints, signals, devices; the same in every script ---
+import json
+import signal
+import subprocess
+import sys
+import zlib
+
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from tensorboardX import SummaryWriter
+
+
+def refuse(message: str, code: int = 2):
+    """Ends the program with one line that names the flag or the file and the remedy."""
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    raise SystemExit(code)
+
+
+def make_shardings(args, actor_device: int | None = None) -> tuple[NamedSharding, NamedSharding, jax.Device]:
+    """Over the learner's devices of all processes: replicated (a state), and split by environments (a batch). And the
+    actors' device. Joins the other processes first, if --distributed."""
+    where, devices = (args.coordinator_address, args.num_processes, args.process_id), args.learner_devices
+    if not devices or min(devices) < 0 or len({*devices}) < len(devices):
+        refuse("--learner-devices: must be different indices, for example --learner-devices 0 1")
+    if args.num_envs % len(devices):
+        refuse(f"--num-envs {args.num_envs}: must be a multiple of the {len(devices)} --learner-devices")
+    if not args.distributed and where != (None,) * 3:
+        refuse("--coordinator-address, --num-processes, --process-id: need --distributed")
+    if args.distributed:
+        try:
+            jax.distributed.initialize(*where, heartbeat_timeout_seconds=20)  # when a process dies, the others end soon
+        except (ValueError, RuntimeError) as error:
+            refuse(f"--distributed: {error}; name --coordinator-address, --num-processes and --process-id")
+    here, flags = jax.local_devices(), "--learner-devices" + ", --actor-device" * (actor_device is not None)
+    if max(*devices, actor_device or 0) >= len(here):
+        refuse(f"{flags}: only {len(here)} devices here, 0 to {len(here) - 1}")
+    by_process = [[d for d in jax.devices() if d.process_index == p] for p in range(jax.process_count())]
+    mesh = Mesh([process[i] for process in by_process for i in devices], "data")
+    acting = jax.local_devices(backend="cpu")[0] if actor_device == -1 else here[actor_device or 0]
+    return NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data")), acting
+
+
+def play(n: int, env, step, choose, least_steps: int = 0, film: Path | None = None, ms_per_frame=67) -> np.ndarray:
+    """Unclipped returns of whole games: n environments make `least_steps` together, then each ends its game, so short
+    ones are not over-represented. `choose(obs, i)` acts in step i. Writes a GIF of one (3,000 steps) into `film`."""
+    (obs, _), total, playing, returns, frames, i = env.reset(), np.zeros(n), np.ones(n, bool), [], [], 0
+    filming = film is not None
+    while playing.any():
+        if filming:
+            frames.append(env.render()[0])
+        obs, *_, over, reward = step(env, choose(obs, i))
+        total, i = total + reward, i + 1
+        returns += total[over & playing].tolist()
+        total[over] = 0.0
+        playing &= ~over | (i * n < least_steps)
+        filming = filming and not over[0] and i < 3000
+    if frames:
+        from PIL import Image
+
+        first, *rest = map(Image.fromarray, frames)
+        first.save(film / "eval.gif", save_all=True, append_images=rest, duration=ms_per_frame)
+    return np.array(returns)
 
 
 def write_whole(path: Path, data: bytes):
@@ -568,262 +633,184 @@ def write_whole(path: Path, data: bytes):
     os.replace(path.with_suffix(".tmp"), path)
 
 
-def save_checkpoint(run_dir: Path, state, progress: dict):
-    """The whole state and the counters, with a checksum so that a damaged file cannot pass."""
-    content = {"script": Path(__file__).stem, "progress": progress, "state": flax.serialization.to_state_dict(state)}
-    data = flax.serialization.msgpack_serialize(jax.device_get(content))
-    write_whole(run_dir / "checkpoint.msgpack", zlib.crc32(data).to_bytes(4, "big") + data)
-
-
 def read_checkpoint(flag: str, folder: str) -> tuple[dict, dict]:
     """Arguments and checkpoint of a run of this script; refuses a missing, damaged or foreign one."""
-    run_dir = Path(folder)
     try:
-        saved, data = json.loads((run_dir / "args.json").read_text()), (run_dir / "checkpoint.msgpack").read_bytes()
+        saved = json.loads((Path(folder) / "args.json").read_text())
+        data = (Path(folder) / "checkpoint.msgpack").read_bytes()
     except (OSError, ValueError) as error:
-        refuse(f"{flag} {run_dir}: cannot read its args.json and checkpoint.msgpack ({error!r}); name a run's folder")
+        refuse(f"{flag} {folder}: cannot read its args.json and checkpoint.msgpack ({error!r}); name a run's folder")
     if zlib.crc32(data[4:]).to_bytes(4, "big") != data[:4]:
-        refuse(f"{flag} {run_dir}: checkpoint.msgpack is damaged; restore it from a copy, or start a new run")
+        refuse(f"{flag} {folder}: checkpoint.msgpack is damaged; restore it from a copy, or start a new run")
     checkpoint = flax.serialization.msgpack_restore(data[4:])
     if checkpoint["script"] != Path(__file__).stem:
-        refuse(f"{flag} {run_dir}: it is a run of {checkpoint['script']}.py; name one of this script")
+        refuse(f"{flag} {folder}: it is a run of {checkpoint['script']}.py; name one of this script")
     return {name: tuple(x) if isinstance(x, list) else x for name, x in saved.items()}, checkpoint
 
 
-def load_checkpoint(args: Args) -> tuple[Args, dict]:
-    """The settings and the checkpoint of the run to resume. It keeps its settings: a flag set to something else than
-    its default is refused, not ignored."""
-    saved, checkpoint = read_checkpoint("--resume", args.resume)
-    of_the_process = {"resume", "coordinator_address", "num_processes", "process_id"} & asdict(args).keys()
-    if saved.keys() != asdict(args).keys():
-        refuse(f"--resume {args.resume}: cannot read its args.json, which has other fields than this script's")
-    resumed = Args(**saved | {name: getattr(args, name) for name in of_the_process})
-    for name, given in asdict(args).items():
-        if name not in of_the_process and given not in (getattr(Args, name), getattr(resumed, name)):
-            refuse(f"--{name.replace('_', '-')} {given}: a resumed run keeps its settings; leave the flag out")
-    return resumed, checkpoint
+class Run:
+    """A run's folder, log, checkpoints and end. With several processes only the first one has a folder, and speaks.
+    `progress` is what a checkpoint holds beside the state. `with run:` encloses the training: a first Ctrl-C or SIGTERM
+    sets `stop` when the round under way is done, a second one does not wait."""
 
+    def __init__(self, args):
+        self.progress, self.checkpoint = {"global_step": 0, "wall_seconds": 0.0, "last_returns": []}, None
+        if args.resume:  # with its own settings: a flag set to something else than its default is refused, not ignored
+            saved, self.checkpoint = read_checkpoint("--resume", args.resume)
+            self.progress, given = self.checkpoint["progress"], vars(args)
+            if saved.keys() != given.keys():
+                refuse(f"--resume {args.resume}: cannot read its args.json, which has other fields than this script's")
+            own = {"resume", "coordinator_address", "num_processes", "process_id"} & given.keys()  # of this process
+            args = type(args)(**saved | {name: given[name] for name in own})
+            for name, x in given.items():
+                if name not in own and x not in (getattr(type(args), name), getattr(args, name)):
+                    refuse(f"--{name.replace('_', '-')} {x}: a resumed run keeps its settings; leave the flag out")
+        for flag, wanted, name in ("--track", args.track, "wandb"), ("--capture-video", args.capture_video, "pillow"):
+            if wanted and not any(metadata.distributions(name=name)):
+                refuse(f"{flag}: needs the package {name}; run pip install {name}, or leave the flag out")
+        self.args, self.folder, self.stop, self.interrupted = args, None, False, False
+        self.step, self.last_returns = self.progress["global_step"], self.progress["last_returns"]
 
-def evaluate(args: Args, apply_fn: Callable, params, key: jax.Array, run_dir: Path | None) -> np.ndarray:
-    """Unclipped returns of whole games, actions sampled: the first game of each of `eval_episodes` fresh environments,
-    so that short games are not over-represented. They are those of training: a policy that never had to serve the ball
-    after a lost life would otherwise stand still there. Writes a GIF of one (its first 3,000 steps) if asked for."""
-    n = args.eval_episodes
-    env = make_env(args, n, (args.seed, 2**31), render=args.capture_video)
-    (obs, _), returns, over, frames, step = env.reset(), np.zeros(n), np.zeros(n, bool), [], 0
-    while not over.all():
-        if args.capture_video and run_dir and not over[0] and step < 3000:
-            frames.append(env.render()[0])
-        action, _ = jax.device_get(policy_step(apply_fn, params, obs, key, step))
-        obs, *_, game_over, game_reward = step_env(env, action)
-        returns, over, step = returns + game_reward * ~over, over | game_over, step + 1
-    if frames:
-        from PIL import Image
+    def plan(self, unit: str, steps: int) -> int:
+        """How many environment steps the run has, in whole rollouts or generations of so many steps."""
+        if self.args.total_timesteps < steps:
+            refuse(f"--total-timesteps {self.args.total_timesteps}: must be at least one {unit}, {steps} steps")
+        if self.progress.setdefault(f"{unit}_steps", steps) != steps:
+            refuse(f"--resume {self.args.resume}: was started with another number of processes; use as many as then")
+        return self.args.total_timesteps // steps * steps
 
-        first, *rest = map(Image.fromarray, frames)
-        first.save(run_dir / "eval.gif", save_all=True, append_images=rest, duration=67)  # ms: 4 frames at 60 Hz
-    return returns
+    def restore(self, state, sharding=None):
+        """A new state, or the checkpoint's, on the devices."""
+        if self.checkpoint:
+            state = flax.serialization.from_state_dict(state, self.checkpoint["state"])
+        # By way of numpy copies: parameters and their target begin equal, but must not share memory, which is donated.
+        return jax.device_put(jax.tree.map(np.array, state), sharding)
 
-
-# --- main -------------------------------------------------------------------------------------------------------------
-def main(args: Args) -> dict:
-    """Trains, evaluates, saves. Returns final_return (mean of the last 20 games), eval_return, global_step, run_dir."""
-    progress, checkpoint = {"global_step": 0, "wall_seconds": 0.0, "last_returns": []}, None
-    if args.resume:
-        args, checkpoint = load_checkpoint(args)
-        progress = checkpoint["progress"]
-    for flag, wanted, package in ("--track", args.track, "wandb"), ("--capture-video", args.capture_video, "pillow"):
-        if wanted and not any(metadata.distributions(name=package)):
-            refuse(f"{flag}: needs the package {package}; run pip install {package}, or leave the flag out")
-
-    # --- devices: each process has its own; the learner's devices of all processes form one mesh ---
-    if args.distributed:
-        where = (args.coordinator_address, args.num_processes, args.process_id)
+    def open(self, **told: str):
+        """Makes the run folder, with arguments, versions and this script in it, or goes on in it; begins the log."""
+        if jax.process_index() > 0:
+            return
+        args, here, stamp = self.args, Path(__file__).resolve(), int(time.time())
+        name = str(Path(args.runs_dir) / f"{args.env_id}__{args.exp_name}__{args.seed}__")
+        while Path(f"{name}{stamp}").exists():
+            stamp += 1
+        self.folder = Path(args.resume or f"{name}{stamp}")
+        git = subprocess.run("git rev-parse HEAD", shell=True, cwd=here.parent, capture_output=True, text=True)
+        versions = {name: metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax", "numpy", "envpool")}
+        versions |= {"python": sys.version.split()[0], "device": jax.devices()[0].device_kind, "cpus": os.cpu_count()}
         try:
-            jax.distributed.initialize(*where, heartbeat_timeout_seconds=20)  # when a process dies, the others end soon
-        except (ValueError, RuntimeError) as error:
-            refuse(f"--distributed: {error}; name --coordinator-address, --num-processes and --process-id")
-    local = jax.local_devices()
-    if max(*args.learner_devices, args.actor_device) >= len(local):
-        refuse(f"--learner-devices, --actor-device: only {len(local)} devices here, 0 to {len(local) - 1}")
-    actor_device = jax.local_devices(backend="cpu")[0] if args.actor_device < 0 else local[args.actor_device]
-    by_process = [[d for d in jax.devices() if d.process_index == p] for p in range(jax.process_count())]
-    mesh = Mesh([devices[i] for devices in by_process for i in args.learner_devices], "data")
-    replicated, by_env = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
+            if not args.resume:
+                self.folder.mkdir(parents=True)
+                write_whole(self.folder / here.name, here.read_bytes())
+                for name, facts in ("args", vars(args)), ("versions", versions | {"git_commit": git.stdout.strip()}):
+                    (self.folder / f"{name}.json").write_text(json.dumps(facts, indent=2) + "\n")
+        except OSError as error:
+            refuse(f"--runs-dir {args.runs_dir}: cannot write {self.folder} ({error.strerror}); name a writable folder")
+        path, self.t0 = self.folder / "metrics.csv", time.time() - self.progress["wall_seconds"]
+        rows = path.read_text().splitlines(keepends=True)[1:] if path.exists() else []
+        # A resumed run forgets the rows that its checkpoint has not seen, and a last line cut short by a kill.
+        rows = [row for row in rows if row.endswith("\n") and int(row.split(",")[0]) <= self.step]
+        write_whole(path, ("global_step,wall_seconds,metric,value\n" + "".join(rows)).encode())
+        self.csv, self.events = path.open("a"), SummaryWriter(str(self.folder), purge_step=self.step + 1)
+        if args.track:
+            import wandb
 
-    # --- plan ---
-    generation_steps = args.buffer_size * args.num_steps * args.num_envs * jax.process_count()
-    num_generations = args.total_timesteps // generation_steps
-    if num_generations == 0:
-        refuse(f"--total-timesteps {args.total_timesteps}: must be at least one generation, {generation_steps} steps")
-    if progress.setdefault("generation_steps", generation_steps) != generation_steps:
-        refuse(f"--resume {args.resume}: was started with another number of processes; use as many as then")
-    planned_sgd_steps = num_generations * args.buffer_size * args.passes * args.num_minibatches
+            names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "id": self.folder.name}
+            self.wandb = wandb.init(config=vars(args), resume="allow", reinit="finish_previous", **names)
+            self.wandb.define_metric("*", step_metric="global_step")
+        for name, text in {"run folder": self.folder, **told}.items():
+            print(f"{name:<13}{text}", flush=True)
 
-    # --- state ---
-    env = make_env(args, 1, (args.seed,))
-    network = ActorCritic(args.network, int(env.action_space.n))
-    init_key, actor_key, eval_key = jax.random.split(jax.random.key(args.seed), 3)
-    params = network.init(init_key, np.zeros((1, *env.observation_space.shape), np.uint8))
-    last_rate = 0.0 if args.anneal_lr else args.learning_rate
-    rate = optax.linear_schedule(args.learning_rate, last_rate, planned_sgd_steps)
-    optimizer = optax.chain(optax.clip_by_global_norm(args.max_grad_norm), optax.adam(rate, eps=1e-5))
-    state = TrainState.create(
-        apply_fn=network.apply, params=params, tx=optimizer, target_params=params, kl_coef=np.float32(args.kl_coef)
-    )
-    if checkpoint:
-        state = flax.serialization.from_state_dict(state, checkpoint["state"])
-    # By way of numpy copies: live and target parameters begin equal, but must not share memory.
-    state = jax.device_put(jax.tree.map(np.array, state), replicated)
-    global_step, sgd_steps = progress["global_step"], int(state.step)
-    generation = global_step // generation_steps
+    def __enter__(self):
+        self.values, self.counts, self.since = defaultdict(list), defaultdict(int), (time.time(), self.step)
+        signals = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+        self.handlers = {s: signal.signal(s, self.interrupt) for s in signals}
 
-    # --- actors; a resumed run plays new games, since the generation is part of their seeds ---
-    exchange, workers = Exchange(args.buffer_size - 1 + args.num_actors + args.queue_size), []
-    exchange.publish(state.params, sgd_steps, actor_device)
-    for i in range(args.num_actors):
-        entropy = (args.seed, jax.process_index(), i, generation)
-        key = jax.random.fold_in(actor_key, np.random.SeedSequence(entropy).generate_state(1)[0])
-        workers.append(Worker(args, network.apply, entropy, key))
-    threads = [threading.Thread(target=actor_thread, args=(worker, exchange), daemon=True) for worker in workers]
-
-    # --- run folder and log; only process 0 writes ---
-    run_dir = logger = None
-    if jax.process_index() == 0:
-        run_dir = Path(args.resume) if args.resume else make_run_dir(args)
-        logger = Logger(args, run_dir, global_step, progress["wall_seconds"])
-        pixels, limit = f"{args.frame_size} x {args.frame_size}", args.max_episode_steps
-        life = "a training episode" if args.episodic_life else "nothing"
-        print(f"run folder   {run_dir}\n"
-              f"environment  {args.env_id}: 4 grey frames of {pixels}, {network.num_actions} actions (minimal), limit "
-              f"{limit} steps = {4 * limit} frames, up to 30 no-ops, fire on reset, a lost life ends {life}, "
-              f"sticky actions {args.repeat_action_probability}, rewards clipped for learning only\n"
-              f"plan         {args.num_actors} x {args.num_envs} environments, learner on {mesh.size} x "
-              f"{local[0].device_kind}, {num_generations} x {generation_steps} steps, from {global_step}"
-              f"{' (resumed: the environments begin new games)' if checkpoint else ''}")  # fmt: skip
-    pending, last_kls = defaultdict(list), deque(maxlen=args.buffer_size)
-    last_returns = deque(progress["last_returns"], maxlen=20)
-
-    def take_oldest() -> Batch:
-        """From the queue to the learner's devices; without concurrency the actors act first, by turns."""
-        start = time.time()
-        while not args.concurrency and exchange.rollouts.qsize() <= args.queue_size:
-            workers.append(workers.pop(0))
-            exchange.act(workers[-1])
-        rollout, metrics, behaviour_sgd_steps = exchange.take()
-        last_returns.extend(metrics["charts/episodic_return"])
-        metrics["charts/policy_lag"].append(sgd_steps - behaviour_sgd_steps)
-        metrics["time/learner_queue_get"].append(time.time() - start)
-        for name, values in metrics.items():
-            pending[name] += values
-        # Each process holds its own environments' rows; together they are one array, sharded over all learner devices.
-        rollout = jax.tree.map(lambda x: jax.make_array_from_process_local_data(by_env, x), rollout)
-        return first_visit(state, rollout, args)
-
-    # --- learn, until the end or the first Ctrl-C (or SIGTERM); a second one does not wait for the generation's end ---
-    interrupted, stop = threading.Event(), False
-
-    def interrupt(*_):
-        interrupted.set()
+    def interrupt(self, *_):
+        self.interrupted = True
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    in_main = threading.current_thread() is threading.main_thread()
-    old_handlers = {s: signal.signal(s, interrupt) for s in (signal.SIGINT, signal.SIGTERM)} if in_main else {}
-    # A single slot's K visits follow one another: one call of the learner, if nothing changes between them.
-    visits = args.passes if args.buffer_size == 1 and args.value_target == "target" else 1
-    every = args.passes // visits  # calls from one rollout's beginning to the next: N in all, evenly over a generation
-    logged_at, logged_step = time.time(), global_step
-    try:
-        for thread in threads if args.concurrency else ():
-            thread.start()
-        while generation < num_generations and not stop:
-            for visit, batch in enumerate(traverse(take_oldest, args.buffer_size, every)):
-                if visit % every == 0:
-                    exchange.room.release()
-                start = time.time()
-                rng = np.random.default_rng((args.seed, sgd_steps))  # so a resumed run goes on with the same stream
-                if args.value_target == "live":
-                    batch = with_live_critic(state, batch, args)
-                rows = deal_rows(rng, visits, len(batch.rollout.action), args)
-                state, metrics = learn(state, batch, rows, impact_loss, args)
-                sgd_steps += visits * args.num_minibatches
-                if (visit + 1) % every == 0:
-                    exchange.publish(state.params, sgd_steps, actor_device)
-                last_kls.append(metrics["losses/kl_target_live"])
-                for name, value in (metrics | {"time/learner_update": time.time() - start}).items():
-                    pending[name].append(value)
-            generation += 1
-            global_step = generation * generation_steps
-            update_target = generation % args.target_period == 0
-            state = end_generation(state, tuple(last_kls), args, update_target)
-            stop = interrupted.is_set()
-            if args.distributed:  # all processes leave the loop together: any that stayed would wait for ever
-                stop = bool(multihost_utils.process_allgather(np.array(stop)).any())
-
-            last = generation == num_generations or stop
-            save_now = last or global_step % args.checkpoint_every < generation_steps
-            if save_now or global_step % args.log_every < generation_steps:
-                means = {name: float(np.mean(x)) for name, x in jax.device_get(dict(pending)).items() if x}  # sync
-                pending.clear()
-                bad = [name for name, value in means.items() if not np.isfinite(value)]
-                if bad:
-                    good = run_dir / "checkpoint.msgpack" if run_dir else Path()
-                    good = f"last good checkpoint: {good}" if good.is_file() else "no checkpoint was saved before"
-                    refuse(f"{bad[0]} is not finite at step {global_step}, so the run stopped without saving; {good}; "
-                           "a new run with a lower --learning-rate may help", code=1)  # fmt: skip
-                speed = (global_step - logged_step) / (time.time() - logged_at)
-                logged_at, logged_step = time.time(), global_step
-                means |= {"charts/SPS": speed, "charts/learning_rate": float(rate(sgd_steps))}
-                if len(last_returns) == 20:
-                    means["charts/episodic_return_20"] = float(np.mean(last_returns))
-                if logger:
-                    logger.log(global_step, means)
-                    left = (num_generations - generation) * generation_steps / speed / 60
-                    print(f"step {global_step:>10,} {generation / num_generations:4.0%}   return (20 games) "
-                          f"{means.get('charts/episodic_return_20', np.nan):8.2f}   SPS {speed:6.0f}   lag "
-                          f"{means['charts/policy_lag']:3.0f}   value loss {means['losses/value_loss']:7.4f}   entropy "
-                          f"{means['losses/entropy']:5.3f}   {left:4.0f} min left", flush=True)  # fmt: skip
-            if save_now and logger:
-                progress |= {"global_step": global_step, "last_returns": list(last_returns)}
-                progress["wall_seconds"] = time.time() - logger.started
-                save_checkpoint(run_dir, state, progress)
-    except BaseException as error:
-        if args.distributed:  # an orderly exit would wait minutes for the other processes
+    def __exit__(self, kind, error, trace):
+        if error and jax.process_count() > 1:  # an orderly exit would wait minutes for the other processes
             if not isinstance(error, SystemExit):
-                traceback.print_exc()
+                sys.excepthook(kind, error, trace)
             os._exit(getattr(error, "code", 1))
-        raise
-    finally:
-        exchange.stop.set()
-        for s, handler in old_handlers.items():
+        for s, handler in self.handlers.items():
             signal.signal(s, handler)
-        for thread in threads:
-            if thread.is_alive():
-                thread.join(timeout=5)
 
-    # --- evaluate and save ---
-    result = {"final_return": float(np.mean(last_returns)) if last_returns else None, "eval_return": None}
-    result |= {"global_step": global_step, "run_dir": run_dir}
-    if generation < num_generations:
-        if logger:
-            print(f"interrupted at step {global_step}; continue with --resume {run_dir}")
+    def add(self, metrics: dict, **counts: int):
+        """Collects what the next log shows: values, to be averaged, and counts, to be divided by the seconds."""
+        for name, values in metrics.items():
+            self.values[name].append(values)
+        for name, n in counts.items():
+            self.counts[f"charts/{name}"] += n
+        self.last_returns = [*self.last_returns, *metrics.get("charts/episodic_return", ())][-20:]
+
+    def due(self, step: int, made: int, end: int, begin: int = 0) -> bool:
+        """After each round of `made` steps, of those from begin to end: whether to log now. Takes note of Ctrl-C."""
+        # All processes leave the training together: any that stayed would wait for ever.
+        self.step, self.stop = step, bool(multihost_utils.process_allgather(np.array(self.interrupted)).any())
+        self.span, self.save_now = (begin, end), step >= end or self.stop or step % self.args.checkpoint_every < made
+        due = self.save_now or step % self.args.log_every < made
+        self.values = jax.device_get(dict(self.values)) if due else self.values  # sync
+        return due
+
+    def log(self, state, metrics: dict[str, float], line: str):
+        """A row of each metric, a line on the console, and a checkpoint if it is time; of finite numbers only."""
+        values = {name: np.concatenate([np.ravel(x) for x in parts]) for name, parts in self.values.items()}
+        step, means = self.step, {name: float(np.mean(x)) for name, x in values.items() if x.size}
+        if bad := [name for name, value in means.items() if not np.isfinite(value)]:
+            good = self.folder / "checkpoint.msgpack" if self.folder else Path()
+            good = f"last good checkpoint: {good}" if good.is_file() else "no checkpoint was saved before"
+            refuse(f"{bad[0]} is not finite at step {step}, so the run stopped without saving; {good}; "
+                   "a new run with a lower --learning-rate may help", code=1)  # fmt: skip
+        seconds, steps, (begin, end) = time.time() - self.since[0], step - self.since[1], self.span
+        means |= {name: n / seconds for name, n in self.counts.items()} | metrics
+        if len(self.last_returns) == 20:
+            means["charts/episodic_return_20"] = float(np.mean(self.last_returns))
+        told = {"step": step, "share": (step - begin) / (end - begin), "left": (end - step) / steps * seconds / 60}
+        self.write(means, line.format_map(defaultdict(lambda: np.nan, means | told)))
+        self.values, self.counts, self.since = defaultdict(list), defaultdict(int), (time.time(), step)
+        if self.save_now and self.folder:
+            self.progress.update(global_step=step, last_returns=self.last_returns, wall_seconds=time.time() - self.t0)
+            saved = {"script": Path(__file__).stem, "progress": self.progress}
+            saved["state"] = flax.serialization.to_state_dict(state)
+            data = flax.serialization.msgpack_serialize(jax.device_get(saved))
+            write_whole(self.folder / "checkpoint.msgpack", zlib.crc32(data).to_bytes(4, "big") + data)
+
+    def write(self, metrics: dict[str, float], line: str):
+        if self.folder:
+            for name, value in metrics.items():
+                self.csv.write(f"{self.step},{time.time() - self.t0:.2f},{name},{value:.8g}\n")
+                self.events.add_scalar(name, value, self.step)
+            self.csv.flush()
+            print(line, flush=True)
+            if self.args.track and metrics:
+                self.wandb.log(metrics | {"global_step": self.step})
+
+    def evaluated(self, returns: np.ndarray) -> float:
+        mean, std = float(returns.mean()), float(returns.std())
+        numbers = {"eval/episodic_return": mean, "eval/episodic_return_std": std}
+        self.write(numbers, f"evaluation: {mean:.2f} +- {std:.2f} over {len(returns)} whole games")
+        return mean
+
+    def end(self, total: int, params, evaluate, **model) -> dict:
+        """Saves the model of a run that is complete, and evaluates it; the result of main."""
+        final_return = float(np.mean(self.last_returns)) if self.last_returns else None
+        result = {"final_return": final_return, "eval_return": None, "global_step": self.step, "run_dir": self.folder}
+        if self.step < total:
+            self.write({}, f"interrupted at step {self.step}; continue with --resume {self.folder}")
+            return result
+        if self.args.save_model and self.folder:
+            model |= {"format": f"{Path(__file__).stem} 1", "args": json.dumps(vars(self.args)), "params": params}
+            write_whole(self.folder / "model.msgpack", flax.serialization.msgpack_serialize(jax.device_get(model)))
+        if self.args.eval_episodes:
+            result["eval_return"] = self.evaluated(evaluate())
         return result
-    params = jax.tree.map(lambda x: x.addressable_data(0), state.params)
-    if args.save_model and logger:
-        model = {"format": f"{Path(__file__).stem} 1", "args": json.dumps(asdict(args))}
-        model["params"] = jax.device_get(params)
-        write_whole(run_dir / "model.msgpack", flax.serialization.msgpack_serialize(model))
-    if args.eval_episodes:
-        returns = evaluate(args, network.apply, params, eval_key, run_dir)
-        result["eval_return"] = float(returns.mean())
-        if logger:
-            logger.log(global_step, {"eval/episodic_return": returns.mean(), "eval/episodic_return_std": returns.std()})
-            print(f"evaluation: {returns.mean():.2f} +- {returns.std():.2f} over {len(returns)} whole games; {run_dir}")
-    return result
 
 
 if __name__ == "__main__":
     try:
         main(tyro.cli(Args))
-    except KeyboardInterrupt:  # before the first step, during the evaluation, or the second Ctrl-C
+    except KeyboardInterrupt:  # before the first step, during an evaluation, or the second Ctrl-C
         refuse("interrupted", code=130)

@@ -30,20 +30,14 @@ the KL penalty with its adaptive weight. Deliberately different from the paper o
     python impact_mujoco.py --distributed                            several hosts: the same command once on each
 """
 
-import json
 import os
 import queue
-import shutil
-import signal
-import subprocess
-import sys
 import threading
 import time
-import traceback
-import zlib
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from contextlib import closing, suppress
+from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -59,15 +53,6 @@ import numpy as np
 import optax
 import tyro
 from flax.training import train_state
-from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from tensorboardX import SummaryWriter
-
-
-def refuse(message: str, code: int = 2):
-    """Ends the program with one line that names the flag or the file and the remedy."""
-    print(f"error: {message}", file=sys.stderr, flush=True)
-    raise SystemExit(code)
 
 
 @dataclass(frozen=True)
@@ -130,24 +115,22 @@ class Args:
     process_id: int | None = None  # index of this process, likewise
 
     def __post_init__(self):
-        may_be_0 = "seed queue_size eval_episodes vf_coef ent_coef kl_coef gamma gae_lambda process_id"
-        for name, x in asdict(self).items():
-            low = -1 if name == "actor_device" else 0 if name in may_be_0.split() else 1e-12
-            high = 1 if name in ("gamma", "gae_lambda") else 10**9
-            if type(x) in (int, float) and not low <= x <= high:  # NaN does not hold either
-                at_least = "above 0" if 0 < low < 1 else f"at least {low}"
-                refuse(f"--{name.replace('_', '-')} {x}: must be {at_least} and at most {high:,}")
-        if not self.distributed and (self.coordinator_address, self.num_processes, self.process_id) != (None,) * 3:
-            refuse("--coordinator-address, --num-processes, --process-id: need --distributed")
+        may_be_0 = "seed queue_size eval_episodes vf_coef ent_coef kl_coef process_id"
+        check_numbers(self, may_be_0, "gamma gae_lambda", actor_device=-1)
         if self.capture_video and not self.eval_episodes:
             refuse("--capture-video: films an evaluated episode, so --eval-episodes must be above 0")
-        num_devices = len(self.learner_devices)
-        if num_devices == 0 or min(self.learner_devices) < 0 or len({*self.learner_devices}) < num_devices:
-            refuse("--learner-devices: must be different indices, for example --learner-devices 0 1")
         if self.num_steps % self.num_minibatches:
             refuse(f"--num-steps {self.num_steps}: must be a multiple of --num-minibatches {self.num_minibatches}")
-        if self.num_envs % num_devices:
-            refuse(f"--num-envs {self.num_envs}: must be a multiple of the {num_devices} --learner-devices")
+
+
+def check_numbers(args, may_be_0: str, fractions: str, **least: float):
+    """Refuses numbers out of range: above 0 and at most a billion; fractions, 0 to 1; or as named here."""
+    for name, x in vars(args).items():
+        low, high = (0, 1) if name in fractions.split() else (least.get(name, 1e-12), 10**9)
+        low = 0 if name in may_be_0.split() else low
+        if type(x) in (int, float) and not low <= x <= high:  # NaN does not hold either
+            at_least = "above 0" if 0 < low < 1 else f"at least {low}"
+            refuse(f"--{name.replace('_', '-')} {x}: must be {at_least} and at most {high:,}")
 
 
 # --- environment ------------------------------------------------------------------------------------------------------
@@ -158,6 +141,10 @@ def make_task(args: Args, num_envs: int, entropy: tuple[int, ...], render: bool 
         refuse(f"--env-id {args.env_id}: unknown to EnvPool; tasks are called HalfCheetah-v4, HumanoidRun-v1, ...")
     seeds = np.random.SeedSequence(entropy).generate_state(num_envs) >> 1
     threads = max(1, min(num_envs, (os.cpu_count() or 1) // args.num_actors))
+    if render:  # tried in a process of its own, since MuJoCo ends the one in which it finds no OpenGL
+        code = f"import envpool; env = envpool.make({args.env_id!r}, env_type='gymnasium', render_mode='rgb_array'); "
+        if subprocess.run([sys.executable, "-c", code + "env.reset(); env.render()"], capture_output=True).returncode:
+            refuse("--capture-video: MuJoCo finds no OpenGL library to draw with; install one, or leave the flag out")
     env = envpool.make(
         args.env_id, env_type="gymnasium", num_envs=num_envs, num_threads=threads, seed=seeds.tolist(),
         **({"render_mode": "rgb_array"} if render else {}),
@@ -177,8 +164,8 @@ def flat(obs) -> np.ndarray:
 
 
 def step_task(env, action: np.ndarray) -> tuple[np.ndarray, ...]:
-    """One step of all environments: obs `[B, D]`, reward, terminated, truncated. Actions of +-1 are the space's bounds;
-    the sample is clipped to them here and nowhere else, so that its log-probability is the Gaussian's.
+    """One step of all environments: obs `[B, D]`, reward, terminated, truncated, either, reward. Actions of +-1 are the
+    space's bounds; the sample is clipped to them here and nowhere else: its log-probability is the Gaussian's.
 
     EnvPool resets an ended episode in the *next* step, which ignores its action. So the observation that comes with an
     end is the true last one, and the row that begins with it is a dummy."""
@@ -187,7 +174,7 @@ def step_task(env, action: np.ndarray) -> tuple[np.ndarray, ...]:
     obs, reward, terminated, truncated, _ = env.step(action.astype(env.action_space.dtype))
     if not np.isfinite(reward).all():
         refuse("--env-id: the environment returned a reward that is not finite; choose another task or version")
-    return flat(obs), reward, terminated, truncated & ~terminated
+    return flat(obs), reward, terminated, truncated & ~terminated, terminated | truncated, reward
 
 
 # --- normaliser -------------------------------------------------------------------------------------------------------
@@ -224,6 +211,12 @@ def gather_moments(seen):
         tree.unflatten(np.array(x[p]).view(np.float64).reshape(leaf.shape) for x, leaf in zip(words, leaves))
         for p in range(jax.process_count())
     ]
+
+
+def scales(moments: tuple[Moments, Moments], norm_obs: bool) -> tuple[jax.Array, ...]:
+    """Mean and standard deviation of the observations, and the rewards' divisor, as the actors read them."""
+    mean, std = (moments[0].mean, moments[0].std()) if norm_obs else (np.zeros(()), np.ones(()))
+    return jax.device_put(tuple(np.float32(x) for x in (mean, std, moments[1].std())))
 
 
 def normalise(obs: np.ndarray, mean: np.ndarray, std: np.ndarray) -> np.ndarray:
@@ -315,10 +308,9 @@ def v_gae(value, reward, discount, cut, log_w, lambda_: float, c_bar: float = 1.
 
         delta_t = rho_t (r_t + discount_t V(s_{t+1}) - V(s_t))     rho_t = c_t = min(c_bar, w_t), c_bar = 1 in the paper
         A_t     = delta_t + discount_t lambda c_t A_{t+1}          A_{t+1} = 0 where the episode is cut
-        G_t     = V(s_t) + A_t
+        G_t     = V(s_t) + A_t                                     (lambda folded into the discount would bias it)
 
-    value `[T+1]`; reward, discount, cut, log_w `[T]`. If w = 1 it is GAE(lambda), if lambda = 1 V-trace's advantage.
-    Lambda is kept out of the discount: folded in, it would bias the value target."""
+    value `[T+1]`; reward, discount, cut, log_w `[T]`. If w = 1 it is GAE(lambda), if lambda = 1 V-trace's advantage."""
     chex.assert_rank([value, reward, discount, cut, log_w], 1)
     rho_t = c_t = jnp.exp(jnp.minimum(log_w, np.log(c_bar)))
     delta_t = rho_t * (reward + jnp.where(discount > 0, discount * value[1:], 0.0) - value[:-1])
@@ -382,33 +374,22 @@ def gaussian_impact_loss(params, state: TrainState, batch: EvaluatedBatch, args:
 
 
 # --- learner ----------------------------------------------------------------------------------------------------------
-def evaluated(rollout: Rollout, target_policy, value: jax.Array, args: Args) -> EvaluatedBatch:
-    """Advantages and value targets from values `[B, T+1]`; always with target over worker, never live over worker."""
+@partial(jax.jit, static_argnames="args")
+def evaluate_task_batch(state: TrainState, rollout: Rollout, args: Args, target_policy=None) -> EvaluatedBatch:
+    """The target network evaluates a batch at its first visit, for all K of them: it changes only after the last. Or,
+    given its policy, the live critic does (--value-target live). The weights are target over worker in either case."""
+    params = state.target_params if target_policy is None else state.params
+    policy, value = state.apply_fn(params, rollout.obs)
+    target_policy = jax.tree.map(lambda x: x[:, :-1], policy) if target_policy is None else target_policy
     log_w = gaussian_log_prob(target_policy, rollout.action) - rollout.logp
     one_env = partial(v_gae, lambda_=args.gae_lambda, c_bar=args.c_bar)
     returned = jax.vmap(one_env)(value, rollout.reward, rollout.discount, rollout.cut, log_w)
     return EvaluatedBatch(rollout, target_policy, *returned)
 
 
-@partial(jax.jit, static_argnames="args")
-def target_evaluation(state: TrainState, rollout: Rollout, args: Args) -> EvaluatedBatch:
-    """The target network evaluates a new batch. That holds for all K visits: the target changes only after the last."""
-    policy, value = state.apply_fn(state.target_params, rollout.obs)
-    return evaluated(rollout, jax.tree.map(lambda x: x[:, :-1], policy), value, args)
-
-
-@partial(jax.jit, static_argnames="args")
-def live_evaluation(state: TrainState, batch: EvaluatedBatch, args: Args) -> EvaluatedBatch:
-    """--value-target live: before each visit the live critic computes advantages and value targets anew."""
-    _, value = state.apply_fn(state.params, batch.rollout.obs)
-    return evaluated(batch.rollout, batch.target_policy, value, args)
-
-
 def deal_rows(rng: np.random.Generator, visits: int, num_envs: int, args: Args) -> np.ndarray:
-    """Which rows go into which SGD step: `[visits * num_minibatches, num_envs, num_steps / num_minibatches]`.
-
-    Every environment's rows are shuffled by themselves and dealt out evenly. So no row ever leaves its device, and the
-    result does not depend on the number of devices or processes."""
+    """Which rows go into which SGD step: `[visits * num_minibatches, num_envs, num_steps / num_minibatches]`. Dealt out
+    evenly for each environment, so that no row leaves its device and the number of devices changes nothing."""
     rows = rng.permuted(np.tile(np.arange(args.num_steps), (visits, num_envs, 1)), axis=-1)
     rows = rows.reshape(visits, num_envs, args.num_minibatches, -1).swapaxes(1, 2)
     return rows.reshape(visits * args.num_minibatches, num_envs, -1)
@@ -441,7 +422,7 @@ def visit(state: TrainState, slots: EvaluatedBatch, order: jax.Array, rows: jax.
         slot, rows = which
         batch = jax.tree.map(lambda x: x[slot], slots)
         if args.value_target == "live":  # before each visit anew
-            batch = live_evaluation(state, batch, args)
+            batch = evaluate_task_batch(state, batch.rollout, args, batch.target_policy)
         if args.num_minibatches > 1:
             batch = take_rows(batch, rows)
         return sgd_step(state, batch, gaussian_impact_loss, args)
@@ -474,16 +455,17 @@ class TaskWorker:
     """A vector of environments, and what it carries from one rollout to the next."""
 
     def __init__(self, args: Args, apply_fn: Callable, entropy: tuple[int, ...], key: jax.Array):
-        self.args, self.apply_fn, self.key, self.steps = args, apply_fn, key, 0
+        self.args, self.apply_fn, self.steps = args, apply_fn, 0
+        self.key = jax.random.fold_in(key, np.random.SeedSequence(entropy).generate_state(1)[0])
         self.env = make_task(args, args.num_envs, entropy)
         self.obs = flat(self.env.reset()[0])
         self.ended = np.zeros(args.num_envs, bool)  # the last row ended an episode, so the next one is a dummy
         self.episode_return, self.episode_length = np.zeros(args.num_envs), np.zeros(args.num_envs, int)
         self.discounted = np.zeros(args.num_envs)  # running discounted return, for the scale of rewards
 
-    def rollout(self, published) -> tuple[Rollout, tuple[Moments, Moments], dict[str, list[float]]]:
-        """T steps with these parameters and this normaliser: arrays that nobody writes again, the moments of the
-        observations and discounted returns seen, metrics."""
+    def rollout(self, published) -> tuple[Rollout, dict[str, list[float]], tuple[Moments, Moments]]:
+        """T steps with these parameters and this normaliser: arrays that nobody writes again, metrics, and the moments
+        of the observations and discounted returns seen."""
         params, scales = published
         mean, std, reward_std = jax.device_get(scales)
         rows, seen, returns, metrics, inference, start = [], [], [], defaultdict(list), 0.0, time.time()
@@ -496,10 +478,9 @@ class TaskWorker:
             if not np.isfinite(action).all():
                 refuse("the policy's actions are not finite, learning diverged; try a lower --learning-rate", code=1)
             seen.append(self.obs[~self.ended])
-            obs, reward, terminated, truncated = step_task(self.env, action)
+            obs, reward, terminated, _, ended, _ = step_task(self.env, action)
             discount = np.where(terminated, 0.0, self.args.gamma).astype(np.float32)
             scaled = (reward / reward_std).clip(-10.0, 10.0) if self.args.scale_reward else reward
-            ended = terminated | truncated
             rows.append((normalised, action, logp, np.float32(scaled), discount, ended, ~self.ended))
             self.discounted = reward + self.args.gamma * self.discounted * ~self.ended
             self.episode_return += reward
@@ -514,97 +495,216 @@ class TaskWorker:
         rollout = Rollout(np.stack([*obs, normalised], 1), *(np.stack(column, 1) for column in columns))
         moments = Moments.of(np.concatenate(seen)), Moments.of(np.concatenate(returns))
         metrics |= {"time/actor_rollout": [time.time() - start], "time/actor_inference": [inference]}
-        return rollout, moments, metrics
+        return rollout, metrics, moments
 
 
 class Exchange:
-    """What actor threads and learner share: a bounded queue, the newest parameters, and a way to stop each other.
+    """All that actors and learner share: finished rollouts, the newest parameters, and a way to stop each other.
 
-    The bound counts rollouts from their beginning: an actor that finds no room waits before it reads the parameters,
-    not after it has used them. So the policy lag is no longer than the rollouts in flight. The learner takes the oldest
-    and makes room for another when that one is to begin."""
+    Rollouts are bounded from their beginning: an actor that finds no room waits before it reads the parameters, not
+    after it has used them. So the policy lag is no longer than the rollouts in flight."""
 
-    def __init__(self, max_in_flight: int):
-        self.rollouts, self.room = queue.SimpleQueue(), threading.Semaphore(max_in_flight)
-        self.published: tuple[Any, int] = (None, 0)  # parameters, SGD steps that made them; replaced as a whole
-        self.stop, self.error = threading.Event(), None
+    def __init__(self, max_in_flight: int, device: jax.Device):
+        self.rollouts, self.room, self.device = queue.SimpleQueue(), threading.Semaphore(max_in_flight), device
+        self.published, self.stop, self.error, self.threads = (None, 0), threading.Event(), None, []
 
-    def publish(self, params, sgd_steps: int, device: jax.Device):
-        """Hands the actors a copy of the replicated parameters: the learner's own are donated, so deleted, next."""
-        if self.error is not None:
+    def publish(self, params, sgd_steps: int):
+        """Hands the actors a copy of the parameters that so many SGD steps made; raises what an actor died of."""
+        if self.error:
             raise self.error
-        copy = jax.tree.map(lambda x: jnp.copy(x.addressable_data(0)), params)
-        self.published = jax.block_until_ready(jax.device_put(copy, device)), sgd_steps  # syncs, or actors would wait
+        copy = jax.tree.map(lambda x: jnp.copy(x.addressable_data(0)), params)  # the learner's own are donated next
+        self.published = jax.block_until_ready(jax.device_put(copy, self.device)), sgd_steps  # sync, or actors would
 
     def act(self, worker):
         """One rollout with the newest parameters, into the queue."""
         params, sgd_steps = self.published
         self.rollouts.put((*worker.rollout(params), sgd_steps))
 
+    def keep_acting(self, worker):
+        """An actor thread. What goes wrong here reaches the learner."""
+        try:
+            while not self.stop.is_set():
+                if self.room.acquire(timeout=0.2):
+                    self.act(worker)
+        except BaseException as error:
+            self.error = error
+
+    def start(self, workers: list):
+        self.threads = [threading.Thread(target=self.keep_acting, args=(worker,), daemon=True) for worker in workers]
+        for thread in self.threads:
+            thread.start()
+
     def take(self) -> tuple:
-        """What the oldest waiting rollout consists of, and its parameters' SGD steps; raises what an actor died of."""
-        while self.error is None:
-            try:
+        """The oldest rollout, its metrics, its parameters' SGD steps; raises what an actor died of."""
+        while not self.error:
+            with suppress(queue.Empty):
                 return self.rollouts.get(timeout=0.2)
-            except queue.Empty:
-                continue
         raise self.error
 
-
-def actor_thread(worker, exchange: Exchange):
-    """Acts until told to stop. What goes wrong here reaches the learner through the exchange."""
-    try:
-        while not exchange.stop.is_set():
-            if exchange.room.acquire(timeout=0.2):
-                exchange.act(worker)
-    except BaseException as error:
-        exchange.error = error
+    def close(self):
+        self.stop.set()
+        for thread in self.threads:
+            thread.join(timeout=5)
 
 
-# --- logging, saving, evaluation --------------------------------------------------------------------------------------
-class Logger:
-    """metrics.csv (global_step,wall_seconds,metric,value), TensorBoard events, and wandb if asked for."""
+# --- main -------------------------------------------------------------------------------------------------------------
+def main(args: Args) -> dict:
+    """Trains, evaluates, saves. Returns final_return (mean of the last 20 games), eval_return, global_step, run_dir."""
+    run = Run(args)
+    args, N, K = run.args, run.args.buffer_size, run.args.passes  # with --resume the arguments of that run
+    replicated, by_env, actor_device = make_shardings(args, args.actor_device)
+    generation_steps = N * args.num_steps * args.num_envs * jax.process_count()
+    total_steps = run.plan("generation", generation_steps)
+    planned_sgd_steps = total_steps // generation_steps * N * K * args.num_minibatches
 
-    def __init__(self, args: Args, run_dir: Path, step: int, wall_seconds: float):
-        path, self.started = run_dir / "metrics.csv", time.time() - wall_seconds
-        rows = path.read_text().splitlines(keepends=True)[1:] if path.exists() else []
-        # A resumed run forgets the rows that its checkpoint has not seen, and a last line cut short by a kill.
-        rows = [row for row in rows if row.endswith("\n") and int(row.split(",")[0]) <= step]
-        write_whole(path, ("global_step,wall_seconds,metric,value\n" + "".join(rows)).encode())
-        self.csv, self.tensorboard, self.wandb = path.open("a"), SummaryWriter(str(run_dir), purge_step=step + 1), None
-        if args.track:
-            import wandb
+    env = make_task(args, 1, (args.seed,), render=args.capture_video)
+    network = GaussianActorCritic(env.action_space.shape[0], args.free_log_std)
+    example = flat(env.reset()[0])
+    init_key, actor_key, eval_key = jax.random.split(jax.random.key(args.seed), 3)
+    params = network.init(init_key, example)
+    rate = optax.linear_schedule(args.learning_rate, 0.0 if args.anneal_lr else args.learning_rate, planned_sgd_steps)
+    optimizer = optax.chain(optax.clip_by_global_norm(args.max_grad_norm), optax.adam(rate, eps=1e-5))
+    impact = {"target_params": params, "kl_coef": np.float32(args.kl_coef)}
+    state = run.restore(TrainState.create(apply_fn=network.apply, params=params, tx=optimizer, **impact), replicated)
+    global_step, sgd_steps = run.step, int(state.step)
+    moments = Moments.of(example[:0]), Moments.of(example[:0, 0])  # of observations, of discounted returns
+    if args.resume and "moments" not in run.progress:
+        refuse(f"--resume {args.resume}: its checkpoint has no normaliser; start a new run")
+    if args.resume:
+        moments = flax.serialization.from_state_dict(moments, run.progress["moments"])
 
-            names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "id": run_dir.name}
-            self.wandb = wandb.init(config=asdict(args), resume="allow", reinit="finish_previous", **names)
-            self.wandb.define_metric("*", step_metric="global_step")
+    # A resumed run plays new games, since the generation is part of their seeds.
+    entropies = [(args.seed, jax.process_index(), i, global_step // generation_steps) for i in range(args.num_actors)]
+    workers = [TaskWorker(args, network.apply, entropy, actor_key) for entropy in entropies]
+    exchange = Exchange(N - 1 + args.num_actors + args.queue_size, actor_device)
+    exchange.publish((state.params, scales(moments, args.norm_obs)), sgd_steps)
+    low, high, limit = env.action_space.low.min(), env.action_space.high.max(), env.spec.config.max_episode_steps
+    run.open(environment=f"{args.env_id}: {example.shape[1]} observations, {network.num_actions} actions in [{low:g}, "
+                         f"{high:g}], limit {limit} steps (bootstrapped), observations normalised: {args.norm_obs}, "
+                         f"rewards scaled for learning: {args.scale_reward}",
+             plan=f"{args.num_actors} x {args.num_envs} environments, learner on {replicated.mesh.size} x "
+                  f"{jax.devices()[0].device_kind}, {total_steps // generation_steps} x {generation_steps} steps, from "
+                  f"{global_step}{' (resumed: environments begin new episodes)' if args.resume else ''}")  # fmt: skip
 
-    def log(self, step: int, metrics: dict[str, float]):
-        for name, value in metrics.items():
-            self.csv.write(f"{step},{time.time() - self.started:.2f},{name},{value:.8g}\n")
-            self.tensorboard.add_scalar(name, value, step)
-        self.csv.flush()
-        if self.wandb:
-            self.wandb.log(metrics | {"global_step": step})
+    with closing(exchange), run:
+        exchange.start(workers if args.concurrency else [])
+        while global_step < total_steps and not run.stop:
+            # C(N, K): the slots fill, are visited by turns, K times each, and expire together. Then the target changes:
+            # it has evaluated all that is learned from. Meanwhile the actors play the next N batches, one per K visits.
+            batches, kls = [], []
+            while len(batches) < N:
+                start = time.time()
+                while not args.concurrency and exchange.rollouts.qsize() <= args.queue_size:  # act by turns
+                    workers.append(workers.pop(0))
+                    exchange.act(workers[-1])
+                rollout, metrics, seen, behaviour_sgd_steps = exchange.take()
+                for of_one_process in gather_moments(seen):  # all processes normalise alike
+                    moments = tuple(map(Moments.merge, moments, of_one_process))
+                run.add(metrics | {"charts/policy_lag": sgd_steps - behaviour_sgd_steps})
+                run.add({"time/learner_queue_get": time.time() - start})
+                # Each process holds its own environments' rows; together they are one array, over all devices.
+                rollout = jax.tree.map(partial(jax.make_array_from_process_local_data, by_env), rollout)
+                batches.append(evaluate_task_batch(state, rollout, args))
+            slots = fill_buffer(*batches)
+            for i in range(N):
+                exchange.room.release()
+                start = time.time()
+                rng = np.random.default_rng((args.seed, sgd_steps))  # so a resumed run goes on with the same stream
+                rows = deal_rows(rng, K, args.num_envs * jax.process_count(), args)
+                order = (i * K + np.arange(K)).repeat(args.num_minibatches) % N
+                state, losses = visit(state, slots, order, rows, args)
+                sgd_steps += len(order)
+                exchange.publish((state.params, scales(moments, args.norm_obs)), sgd_steps)
+                kls.append(losses["losses/kl_target_live"])
+                run.add(losses | {"time/learner_update": time.time() - start})
+            global_step += generation_steps
+            run.add({}, SPS=generation_steps)
+            update_target = global_step // generation_steps % args.target_period == 0
+            state = end_generation(state, tuple(kls), args, update_target)
+            run.progress["moments"] = flax.serialization.to_state_dict(moments)
+            if run.due(global_step, generation_steps, total_steps):
+                run.log(state, {"charts/learning_rate": float(rate(sgd_steps))},
+                        "step {step:>10,} {share:4.0%}   return (20 eps) {charts/episodic_return_20:8.2f}   "
+                        "SPS {charts/SPS:6.0f}   lag {charts/policy_lag:3.0f}   value loss {losses/value_loss:7.4f}   "
+                        "entropy {losses/entropy:5.3f}   {left:4.0f} min left")  # fmt: skip
+
+    params = jax.tree.map(lambda x: x.addressable_data(0), state.params)
+    normaliser = dict(zip(("mean", "std", "reward_std"), jax.device_get(scales(moments, args.norm_obs))))
+
+    def evaluate() -> np.ndarray:
+        def act(obs, i):
+            obs = normalise(flat(obs), normaliser["mean"], normaliser["std"])
+            return np.asarray(sample_action(network.apply, params, obs, eval_key, i)[0])
+
+        env = make_task(args, args.eval_episodes, (args.seed, 2**31), render=args.capture_video)
+        film = run.folder if args.capture_video else None
+        return play(args.eval_episodes, env, step_task, act, film=film, ms_per_frame=50)
+
+    return run.end(total_steps, params, evaluate, normaliser=normaliser)
 
 
-def make_run_dir(args: Args) -> Path:
-    """Creates the run folder, with the run's provenance in it: arguments, versions, a copy of this script."""
-    stamp = int(time.time())
-    while (run_dir := Path(args.runs_dir) / f"{args.env_id}__{args.exp_name}__{args.seed}__{stamp}").exists():
-        stamp += 1
-    git = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "HEAD"]
-    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
-    versions = {name: metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax", "numpy", "envpool")}
-    versions |= {"python": sys.version.split()[0], "device": jax.devices()[0].device_kind, "git_commit": commit}
-    try:
-        run_dir.mkdir(parents=True)
-        (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2) + "\n")
-        (run_dir / "versions.json").write_text(json.dumps(versions | {"cpus": os.cpu_count()}, indent=2) + "\n")
-        shutil.copy(__file__, run_dir)
-    except OSError as error:
-        refuse(f"--runs-dir {args.runs_dir}: cannot write {run_dir} ({error.strerror}); name a writable folder")
-    return run_dir
+# --- appendix: the run folder, logging, checkpoints, signals, devices; the same in every script ---
+import json
+import signal
+import subprocess
+import sys
+import zlib
+
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from tensorboardX import SummaryWriter
+
+
+def refuse(message: str, code: int = 2):
+    """Ends the program with one line that names the flag or the file and the remedy."""
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    raise SystemExit(code)
+
+
+def make_shardings(args, actor_device: int | None = None) -> tuple[NamedSharding, NamedSharding, jax.Device]:
+    """Over the learner's devices of all processes: replicated (a state), and split by environments (a batch). And the
+    actors' device. Joins the other processes first, if --distributed."""
+    where, devices = (args.coordinator_address, args.num_processes, args.process_id), args.learner_devices
+    if not devices or min(devices) < 0 or len({*devices}) < len(devices):
+        refuse("--learner-devices: must be different indices, for example --learner-devices 0 1")
+    if args.num_envs % len(devices):
+        refuse(f"--num-envs {args.num_envs}: must be a multiple of the {len(devices)} --learner-devices")
+    if not args.distributed and where != (None,) * 3:
+        refuse("--coordinator-address, --num-processes, --process-id: need --distributed")
+    if args.distributed:
+        try:
+            jax.distributed.initialize(*where, heartbeat_timeout_seconds=20)  # when a process dies, the others end soon
+        except (ValueError, RuntimeError) as error:
+            refuse(f"--distributed: {error}; name --coordinator-address, --num-processes and --process-id")
+    here, flags = jax.local_devices(), "--learner-devices" + ", --actor-device" * (actor_device is not None)
+    if max(*devices, actor_device or 0) >= len(here):
+        refuse(f"{flags}: only {len(here)} devices here, 0 to {len(here) - 1}")
+    by_process = [[d for d in jax.devices() if d.process_index == p] for p in range(jax.process_count())]
+    mesh = Mesh([process[i] for process in by_process for i in devices], "data")
+    acting = jax.local_devices(backend="cpu")[0] if actor_device == -1 else here[actor_device or 0]
+    return NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data")), acting
+
+
+def play(n: int, env, step, choose, least_steps: int = 0, film: Path | None = None, ms_per_frame=67) -> np.ndarray:
+    """Unclipped returns of whole games: n environments make `least_steps` together, then each ends its game, so short
+    ones are not over-represented. `choose(obs, i)` acts in step i. Writes a GIF of one (3,000 steps) into `film`."""
+    (obs, _), total, playing, returns, frames, i = env.reset(), np.zeros(n), np.ones(n, bool), [], [], 0
+    filming = film is not None
+    while playing.any():
+        if filming:
+            frames.append(env.render()[0])
+        obs, *_, over, reward = step(env, choose(obs, i))
+        total, i = total + reward, i + 1
+        returns += total[over & playing].tolist()
+        total[over] = 0.0
+        playing &= ~over | (i * n < least_steps)
+        filming = filming and not over[0] and i < 3000
+    if frames:
+        from PIL import Image
+
+        first, *rest = map(Image.fromarray, frames)
+        first.save(film / "eval.gif", save_all=True, append_images=rest, duration=ms_per_frame)
+    return np.array(returns)
 
 
 def write_whole(path: Path, data: bytes):
@@ -613,278 +713,184 @@ def write_whole(path: Path, data: bytes):
     os.replace(path.with_suffix(".tmp"), path)
 
 
-def save_checkpoint(run_dir: Path, state, progress: dict):
-    """The whole state and the counters, with a checksum so that a damaged file cannot pass."""
-    content = {"script": Path(__file__).stem, "progress": progress, "state": flax.serialization.to_state_dict(state)}
-    data = flax.serialization.msgpack_serialize(jax.device_get(content))
-    write_whole(run_dir / "checkpoint.msgpack", zlib.crc32(data).to_bytes(4, "big") + data)
-
-
 def read_checkpoint(flag: str, folder: str) -> tuple[dict, dict]:
     """Arguments and checkpoint of a run of this script; refuses a missing, damaged or foreign one."""
-    run_dir = Path(folder)
     try:
-        saved, data = json.loads((run_dir / "args.json").read_text()), (run_dir / "checkpoint.msgpack").read_bytes()
+        saved = json.loads((Path(folder) / "args.json").read_text())
+        data = (Path(folder) / "checkpoint.msgpack").read_bytes()
     except (OSError, ValueError) as error:
-        refuse(f"{flag} {run_dir}: cannot read its args.json and checkpoint.msgpack ({error!r}); name a run's folder")
+        refuse(f"{flag} {folder}: cannot read its args.json and checkpoint.msgpack ({error!r}); name a run's folder")
     if zlib.crc32(data[4:]).to_bytes(4, "big") != data[:4]:
-        refuse(f"{flag} {run_dir}: checkpoint.msgpack is damaged; restore it from a copy, or start a new run")
+        refuse(f"{flag} {folder}: checkpoint.msgpack is damaged; restore it from a copy, or start a new run")
     checkpoint = flax.serialization.msgpack_restore(data[4:])
     if checkpoint["script"] != Path(__file__).stem:
-        refuse(f"{flag} {run_dir}: it is a run of {checkpoint['script']}.py; name one of this script")
+        refuse(f"{flag} {folder}: it is a run of {checkpoint['script']}.py; name one of this script")
     return {name: tuple(x) if isinstance(x, list) else x for name, x in saved.items()}, checkpoint
 
 
-def load_checkpoint(args: Args) -> tuple[Args, dict]:
-    """The settings and the checkpoint of the run to resume. It keeps its settings: a flag set to something else than
-    its default is refused, not ignored."""
-    saved, checkpoint = read_checkpoint("--resume", args.resume)
-    of_the_process = {"resume", "coordinator_address", "num_processes", "process_id"} & asdict(args).keys()
-    if saved.keys() != asdict(args).keys():
-        refuse(f"--resume {args.resume}: cannot read its args.json, which has other fields than this script's")
-    resumed = Args(**saved | {name: getattr(args, name) for name in of_the_process})
-    for name, given in asdict(args).items():
-        if name not in of_the_process and given not in (getattr(Args, name), getattr(resumed, name)):
-            refuse(f"--{name.replace('_', '-')} {given}: a resumed run keeps its settings; leave the flag out")
-    return resumed, checkpoint
+class Run:
+    """A run's folder, log, checkpoints and end. With several processes only the first one has a folder, and speaks.
+    `progress` is what a checkpoint holds beside the state. `with run:` encloses the training: a first Ctrl-C or SIGTERM
+    sets `stop` when the round under way is done, a second one does not wait."""
 
+    def __init__(self, args):
+        self.progress, self.checkpoint = {"global_step": 0, "wall_seconds": 0.0, "last_returns": []}, None
+        if args.resume:  # with its own settings: a flag set to something else than its default is refused, not ignored
+            saved, self.checkpoint = read_checkpoint("--resume", args.resume)
+            self.progress, given = self.checkpoint["progress"], vars(args)
+            if saved.keys() != given.keys():
+                refuse(f"--resume {args.resume}: cannot read its args.json, which has other fields than this script's")
+            own = {"resume", "coordinator_address", "num_processes", "process_id"} & given.keys()  # of this process
+            args = type(args)(**saved | {name: given[name] for name in own})
+            for name, x in given.items():
+                if name not in own and x not in (getattr(type(args), name), getattr(args, name)):
+                    refuse(f"--{name.replace('_', '-')} {x}: a resumed run keeps its settings; leave the flag out")
+        for flag, wanted, name in ("--track", args.track, "wandb"), ("--capture-video", args.capture_video, "pillow"):
+            if wanted and not any(metadata.distributions(name=name)):
+                refuse(f"{flag}: needs the package {name}; run pip install {name}, or leave the flag out")
+        self.args, self.folder, self.stop, self.interrupted = args, None, False, False
+        self.step, self.last_returns = self.progress["global_step"], self.progress["last_returns"]
 
-def evaluate_task(args: Args, apply_fn: Callable, published, key: jax.Array, run_dir: Path | None) -> np.ndarray:
-    """Unscaled returns of whole episodes, actions sampled: the first of each of `eval_episodes` fresh environments.
-    Writes a GIF of one if asked for."""
-    n, (params, scales) = args.eval_episodes, published
-    mean, std, _ = jax.device_get(scales)
-    env = make_task(args, n, (args.seed, 2**31), render=args.capture_video)
-    obs, returns, over, frames, step = flat(env.reset()[0]), np.zeros(n), np.zeros(n, bool), [], 0
-    while not over.all():
-        if args.capture_video and run_dir and not over[0]:
-            frames.append(env.render()[0])
-        action, _ = jax.device_get(sample_action(apply_fn, params, normalise(obs, mean, std), key, step))
-        obs, reward, terminated, truncated = step_task(env, action)
-        returns, over, step = returns + reward * ~over, over | terminated | truncated, step + 1
-    if frames:
-        from PIL import Image
+    def plan(self, unit: str, steps: int) -> int:
+        """How many environment steps the run has, in whole rollouts or generations of so many steps."""
+        if self.args.total_timesteps < steps:
+            refuse(f"--total-timesteps {self.args.total_timesteps}: must be at least one {unit}, {steps} steps")
+        if self.progress.setdefault(f"{unit}_steps", steps) != steps:
+            refuse(f"--resume {self.args.resume}: was started with another number of processes; use as many as then")
+        return self.args.total_timesteps // steps * steps
 
-        first, *rest = map(Image.fromarray, frames)
-        first.save(run_dir / "eval.gif", save_all=True, append_images=rest, duration=50)  # ms
-    return returns
+    def restore(self, state, sharding=None):
+        """A new state, or the checkpoint's, on the devices."""
+        if self.checkpoint:
+            state = flax.serialization.from_state_dict(state, self.checkpoint["state"])
+        # By way of numpy copies: parameters and their target begin equal, but must not share memory, which is donated.
+        return jax.device_put(jax.tree.map(np.array, state), sharding)
 
-
-# --- main -------------------------------------------------------------------------------------------------------------
-def main(args: Args) -> dict:
-    """Trains, evaluates, saves. Returns final_return (mean of the last 20 games), eval_return, global_step, run_dir."""
-    progress, checkpoint = {"global_step": 0, "wall_seconds": 0.0, "last_returns": [], "moments": None}, None
-    if args.resume:
-        args, checkpoint = load_checkpoint(args)
-        progress = checkpoint["progress"]
-    for flag, wanted, package in ("--track", args.track, "wandb"), ("--capture-video", args.capture_video, "pillow"):
-        if wanted and not any(metadata.distributions(name=package)):
-            refuse(f"{flag}: needs the package {package}; run pip install {package}, or leave the flag out")
-
-    # --- devices: each process has its own; the learner's devices of all processes form one mesh ---
-    if args.distributed:
-        where = (args.coordinator_address, args.num_processes, args.process_id)
+    def open(self, **told: str):
+        """Makes the run folder, with arguments, versions and this script in it, or goes on in it; begins the log."""
+        if jax.process_index() > 0:
+            return
+        args, here, stamp = self.args, Path(__file__).resolve(), int(time.time())
+        name = str(Path(args.runs_dir) / f"{args.env_id}__{args.exp_name}__{args.seed}__")
+        while Path(f"{name}{stamp}").exists():
+            stamp += 1
+        self.folder = Path(args.resume or f"{name}{stamp}")
+        git = subprocess.run("git rev-parse HEAD", shell=True, cwd=here.parent, capture_output=True, text=True)
+        versions = {name: metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax", "numpy", "envpool")}
+        versions |= {"python": sys.version.split()[0], "device": jax.devices()[0].device_kind, "cpus": os.cpu_count()}
         try:
-            jax.distributed.initialize(*where, heartbeat_timeout_seconds=20)  # when a process dies, the others end soon
-        except (ValueError, RuntimeError) as error:
-            refuse(f"--distributed: {error}; name --coordinator-address, --num-processes and --process-id")
-    local = jax.local_devices()
-    if max(*args.learner_devices, args.actor_device) >= len(local):
-        refuse(f"--learner-devices, --actor-device: only {len(local)} devices here, 0 to {len(local) - 1}")
-    actor_device = jax.local_devices(backend="cpu")[0] if args.actor_device < 0 else local[args.actor_device]
-    by_process = [[d for d in jax.devices() if d.process_index == p] for p in range(jax.process_count())]
-    mesh = Mesh([devices[i] for devices in by_process for i in args.learner_devices], "data")
-    replicated, by_env = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
+            if not args.resume:
+                self.folder.mkdir(parents=True)
+                write_whole(self.folder / here.name, here.read_bytes())
+                for name, facts in ("args", vars(args)), ("versions", versions | {"git_commit": git.stdout.strip()}):
+                    (self.folder / f"{name}.json").write_text(json.dumps(facts, indent=2) + "\n")
+        except OSError as error:
+            refuse(f"--runs-dir {args.runs_dir}: cannot write {self.folder} ({error.strerror}); name a writable folder")
+        path, self.t0 = self.folder / "metrics.csv", time.time() - self.progress["wall_seconds"]
+        rows = path.read_text().splitlines(keepends=True)[1:] if path.exists() else []
+        # A resumed run forgets the rows that its checkpoint has not seen, and a last line cut short by a kill.
+        rows = [row for row in rows if row.endswith("\n") and int(row.split(",")[0]) <= self.step]
+        write_whole(path, ("global_step,wall_seconds,metric,value\n" + "".join(rows)).encode())
+        self.csv, self.events = path.open("a"), SummaryWriter(str(self.folder), purge_step=self.step + 1)
+        if args.track:
+            import wandb
 
-    # --- plan ---
-    generation_steps = args.buffer_size * args.num_steps * args.num_envs * jax.process_count()
-    num_generations = args.total_timesteps // generation_steps
-    if num_generations == 0:
-        refuse(f"--total-timesteps {args.total_timesteps}: must be at least one generation, {generation_steps} steps")
-    if progress.setdefault("generation_steps", generation_steps) != generation_steps:
-        refuse(f"--resume {args.resume}: was started with another number of processes; use as many as then")
-    planned_sgd_steps = num_generations * args.buffer_size * args.passes * args.num_minibatches
+            names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "id": self.folder.name}
+            self.wandb = wandb.init(config=vars(args), resume="allow", reinit="finish_previous", **names)
+            self.wandb.define_metric("*", step_metric="global_step")
+        for name, text in {"run folder": self.folder, **told}.items():
+            print(f"{name:<13}{text}", flush=True)
 
-    # --- state ---
-    env = make_task(args, 1, (args.seed,))
-    network = GaussianActorCritic(env.action_space.shape[0], args.free_log_std)
-    example = flat(env.reset()[0])
-    if args.capture_video:  # in a process of its own, since MuJoCo ends the one in which it finds no OpenGL
-        code = f"import envpool; env = envpool.make({args.env_id!r}, env_type='gymnasium', render_mode='rgb_array'); "
-        if subprocess.run([sys.executable, "-c", code + "env.reset(); env.render()"], capture_output=True).returncode:
-            refuse("--capture-video: MuJoCo finds no OpenGL library to draw with; install one, or leave the flag out")
-    init_key, actor_key, eval_key = jax.random.split(jax.random.key(args.seed), 3)
-    params = network.init(init_key, example)
-    last_rate = 0.0 if args.anneal_lr else args.learning_rate
-    rate = optax.linear_schedule(args.learning_rate, last_rate, planned_sgd_steps)
-    optimizer = optax.chain(optax.clip_by_global_norm(args.max_grad_norm), optax.adam(rate, eps=1e-5))
-    state = TrainState.create(
-        apply_fn=network.apply, params=params, tx=optimizer, target_params=params, kl_coef=np.float32(args.kl_coef)
-    )
-    if checkpoint:
-        state = flax.serialization.from_state_dict(state, checkpoint["state"])
-    # By way of numpy copies: live and target parameters begin equal, but must not share memory.
-    state = jax.device_put(jax.tree.map(np.array, state), replicated)
-    global_step, sgd_steps = progress["global_step"], int(state.step)
-    generation = global_step // generation_steps
-    moments = Moments.of(example[:0]), Moments.of(example[:0, 0])  # of observations, of discounted returns
-    if checkpoint:
-        if "moments" not in progress:
-            refuse(f"--resume {args.resume}: its checkpoint has no normaliser; start a new run")
-        moments = flax.serialization.from_state_dict(moments, progress["moments"])
+    def __enter__(self):
+        self.values, self.counts, self.since = defaultdict(list), defaultdict(int), (time.time(), self.step)
+        signals = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+        self.handlers = {s: signal.signal(s, self.interrupt) for s in signals}
 
-    def scales() -> tuple:
-        """Mean and standard deviation of the observations, and the rewards' divisor, as the actors read them."""
-        mean, std = (moments[0].mean, moments[0].std()) if args.norm_obs else (np.zeros(()), np.ones(()))
-        return jax.device_put(tuple(np.float32(x) for x in (mean, std, moments[1].std())), actor_device)
-
-    # --- actors; a resumed run plays new games, since the generation is part of their seeds ---
-    exchange, workers = Exchange(args.buffer_size - 1 + args.num_actors + args.queue_size), []
-    exchange.publish((state.params, scales()), sgd_steps, actor_device)
-    for i in range(args.num_actors):
-        entropy = (args.seed, jax.process_index(), i, generation)
-        key = jax.random.fold_in(actor_key, np.random.SeedSequence(entropy).generate_state(1)[0])
-        workers.append(TaskWorker(args, network.apply, entropy, key))
-    threads = [threading.Thread(target=actor_thread, args=(worker, exchange), daemon=True) for worker in workers]
-
-    # --- run folder and log; only process 0 writes ---
-    run_dir = logger = None
-    if jax.process_index() == 0:
-        run_dir = Path(args.resume) if args.resume else make_run_dir(args)
-        logger = Logger(args, run_dir, global_step, progress["wall_seconds"])
-        limit = env.spec.config.max_episode_steps
-        print(f"run folder   {run_dir}\n"
-              f"environment  {args.env_id}: {example.shape[1]} observations, {network.num_actions} actions in "
-              f"[{env.action_space.low.min():g}, {env.action_space.high.max():g}], limit {limit} steps (bootstrapped), "
-              f"observations normalised: {args.norm_obs}, rewards scaled for learning: {args.scale_reward}\n"
-              f"plan         {args.num_actors} x {args.num_envs} environments, learner on {mesh.size} x "
-              f"{local[0].device_kind}, {num_generations} x {generation_steps} steps, from {global_step}"
-              f"{' (resumed: the environments begin new episodes)' if checkpoint else ''}")  # fmt: skip
-    pending = defaultdict(list)
-    last_returns = deque(progress["last_returns"], maxlen=20)
-
-    def take_oldest() -> EvaluatedBatch:
-        """From the queue to the learner's devices; without concurrency the actors act first, by turns."""
-        nonlocal moments
-        start = time.time()
-        while not args.concurrency and exchange.rollouts.qsize() <= args.queue_size:
-            workers.append(workers.pop(0))
-            exchange.act(workers[-1])
-        rollout, seen, metrics, behaviour_sgd_steps = exchange.take()
-        for of_one_process in gather_moments(seen) if args.distributed else [seen]:  # all processes normalise alike
-            moments = tuple(map(Moments.merge, moments, of_one_process))
-        last_returns.extend(metrics["charts/episodic_return"])
-        metrics["charts/policy_lag"].append(sgd_steps - behaviour_sgd_steps)
-        metrics["time/learner_queue_get"].append(time.time() - start)
-        for name, values in metrics.items():
-            pending[name] += values
-        # Each process holds its own environments' rows; together they are one array, sharded over all learner devices.
-        rollout = jax.tree.map(lambda x: jax.make_array_from_process_local_data(by_env, x), rollout)
-        return target_evaluation(state, rollout, args)
-
-    # --- learn, until the end or the first Ctrl-C (or SIGTERM); a second one does not wait for the generation's end ---
-    interrupted, stop = threading.Event(), False
-
-    def interrupt(*_):
-        interrupted.set()
+    def interrupt(self, *_):
+        self.interrupted = True
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    in_main = threading.current_thread() is threading.main_thread()
-    old_handlers = {s: signal.signal(s, interrupt) for s in (signal.SIGINT, signal.SIGTERM)} if in_main else {}
-    logged_at, logged_step = time.time(), global_step
-    try:
-        for thread in threads if args.concurrency else ():
-            thread.start()
-        while generation < num_generations and not stop:
-            # C(N, K): the slots fill, are visited by turns, K times each, and expire together. Then the target changes:
-            # it has evaluated all that is learned from. Meanwhile the actors play the next N batches, one per K visits.
-            slots, kls = fill_buffer(*(take_oldest() for _ in range(args.buffer_size))), []
-            for i in range(args.buffer_size):
-                exchange.room.release()
-                start = time.time()
-                rng = np.random.default_rng((args.seed, sgd_steps))  # so a resumed run goes on with the same stream
-                rows = deal_rows(rng, args.passes, args.num_envs * jax.process_count(), args)
-                order = (i * args.passes + np.arange(args.passes)).repeat(args.num_minibatches) % args.buffer_size
-                state, metrics = visit(state, slots, order, rows, args)
-                sgd_steps += len(order)
-                exchange.publish((state.params, scales()), sgd_steps, actor_device)
-                kls.append(metrics["losses/kl_target_live"])
-                for name, value in (metrics | {"time/learner_update": time.time() - start}).items():
-                    pending[name].append(value)
-            generation += 1
-            global_step = generation * generation_steps
-            update_target = generation % args.target_period == 0
-            state = end_generation(state, tuple(kls), args, update_target)
-            stop = interrupted.is_set()
-            if args.distributed:  # all processes leave the loop together: any that stayed would wait for ever
-                stop = bool(multihost_utils.process_allgather(np.array(stop)).any())
-
-            last = generation == num_generations or stop
-            save_now = last or global_step % args.checkpoint_every < generation_steps
-            if save_now or global_step % args.log_every < generation_steps:
-                means = {name: float(np.mean(x)) for name, x in jax.device_get(dict(pending)).items() if x}  # sync
-                pending.clear()
-                bad = [name for name, value in means.items() if not np.isfinite(value)]
-                if bad:
-                    good = run_dir / "checkpoint.msgpack" if run_dir else Path()
-                    good = f"last good checkpoint: {good}" if good.is_file() else "no checkpoint was saved before"
-                    refuse(f"{bad[0]} is not finite at step {global_step}, so the run stopped without saving; {good}; "
-                           "a new run with a lower --learning-rate may help", code=1)  # fmt: skip
-                speed = (global_step - logged_step) / (time.time() - logged_at)
-                logged_at, logged_step = time.time(), global_step
-                means |= {"charts/SPS": speed, "charts/learning_rate": float(rate(sgd_steps))}
-                if len(last_returns) == 20:
-                    means["charts/episodic_return_20"] = float(np.mean(last_returns))
-                if logger:
-                    logger.log(global_step, means)
-                    left = (num_generations - generation) * generation_steps / speed / 60
-                    print(f"step {global_step:>10,} {generation / num_generations:4.0%}   return (20 eps) "
-                          f"{means.get('charts/episodic_return_20', np.nan):8.2f}   SPS {speed:6.0f}   lag "
-                          f"{means['charts/policy_lag']:3.0f}   value loss {means['losses/value_loss']:7.4f}   entropy "
-                          f"{means['losses/entropy']:5.3f}   {left:4.0f} min left", flush=True)  # fmt: skip
-            if save_now and logger:
-                progress |= {"global_step": global_step, "last_returns": list(last_returns)}
-                progress["moments"] = flax.serialization.to_state_dict(moments)
-                progress["wall_seconds"] = time.time() - logger.started
-                save_checkpoint(run_dir, state, progress)
-    except BaseException as error:
-        if args.distributed:  # an orderly exit would wait minutes for the other processes
+    def __exit__(self, kind, error, trace):
+        if error and jax.process_count() > 1:  # an orderly exit would wait minutes for the other processes
             if not isinstance(error, SystemExit):
-                traceback.print_exc()
+                sys.excepthook(kind, error, trace)
             os._exit(getattr(error, "code", 1))
-        raise
-    finally:
-        exchange.stop.set()
-        for s, handler in old_handlers.items():
+        for s, handler in self.handlers.items():
             signal.signal(s, handler)
-        for thread in threads:
-            if thread.is_alive():
-                thread.join(timeout=5)
 
-    # --- evaluate and save ---
-    result = {"final_return": float(np.mean(last_returns)) if last_returns else None, "eval_return": None}
-    result |= {"global_step": global_step, "run_dir": run_dir}
-    if generation < num_generations:
-        if logger:
-            print(f"interrupted at step {global_step}; continue with --resume {run_dir}")
+    def add(self, metrics: dict, **counts: int):
+        """Collects what the next log shows: values, to be averaged, and counts, to be divided by the seconds."""
+        for name, values in metrics.items():
+            self.values[name].append(values)
+        for name, n in counts.items():
+            self.counts[f"charts/{name}"] += n
+        self.last_returns = [*self.last_returns, *metrics.get("charts/episodic_return", ())][-20:]
+
+    def due(self, step: int, made: int, end: int, begin: int = 0) -> bool:
+        """After each round of `made` steps, of those from begin to end: whether to log now. Takes note of Ctrl-C."""
+        # All processes leave the training together: any that stayed would wait for ever.
+        self.step, self.stop = step, bool(multihost_utils.process_allgather(np.array(self.interrupted)).any())
+        self.span, self.save_now = (begin, end), step >= end or self.stop or step % self.args.checkpoint_every < made
+        due = self.save_now or step % self.args.log_every < made
+        self.values = jax.device_get(dict(self.values)) if due else self.values  # sync
+        return due
+
+    def log(self, state, metrics: dict[str, float], line: str):
+        """A row of each metric, a line on the console, and a checkpoint if it is time; of finite numbers only."""
+        values = {name: np.concatenate([np.ravel(x) for x in parts]) for name, parts in self.values.items()}
+        step, means = self.step, {name: float(np.mean(x)) for name, x in values.items() if x.size}
+        if bad := [name for name, value in means.items() if not np.isfinite(value)]:
+            good = self.folder / "checkpoint.msgpack" if self.folder else Path()
+            good = f"last good checkpoint: {good}" if good.is_file() else "no checkpoint was saved before"
+            refuse(f"{bad[0]} is not finite at step {step}, so the run stopped without saving; {good}; "
+                   "a new run with a lower --learning-rate may help", code=1)  # fmt: skip
+        seconds, steps, (begin, end) = time.time() - self.since[0], step - self.since[1], self.span
+        means |= {name: n / seconds for name, n in self.counts.items()} | metrics
+        if len(self.last_returns) == 20:
+            means["charts/episodic_return_20"] = float(np.mean(self.last_returns))
+        told = {"step": step, "share": (step - begin) / (end - begin), "left": (end - step) / steps * seconds / 60}
+        self.write(means, line.format_map(defaultdict(lambda: np.nan, means | told)))
+        self.values, self.counts, self.since = defaultdict(list), defaultdict(int), (time.time(), step)
+        if self.save_now and self.folder:
+            self.progress.update(global_step=step, last_returns=self.last_returns, wall_seconds=time.time() - self.t0)
+            saved = {"script": Path(__file__).stem, "progress": self.progress}
+            saved["state"] = flax.serialization.to_state_dict(state)
+            data = flax.serialization.msgpack_serialize(jax.device_get(saved))
+            write_whole(self.folder / "checkpoint.msgpack", zlib.crc32(data).to_bytes(4, "big") + data)
+
+    def write(self, metrics: dict[str, float], line: str):
+        if self.folder:
+            for name, value in metrics.items():
+                self.csv.write(f"{self.step},{time.time() - self.t0:.2f},{name},{value:.8g}\n")
+                self.events.add_scalar(name, value, self.step)
+            self.csv.flush()
+            print(line, flush=True)
+            if self.args.track and metrics:
+                self.wandb.log(metrics | {"global_step": self.step})
+
+    def evaluated(self, returns: np.ndarray) -> float:
+        mean, std = float(returns.mean()), float(returns.std())
+        numbers = {"eval/episodic_return": mean, "eval/episodic_return_std": std}
+        self.write(numbers, f"evaluation: {mean:.2f} +- {std:.2f} over {len(returns)} whole games")
+        return mean
+
+    def end(self, total: int, params, evaluate, **model) -> dict:
+        """Saves the model of a run that is complete, and evaluates it; the result of main."""
+        final_return = float(np.mean(self.last_returns)) if self.last_returns else None
+        result = {"final_return": final_return, "eval_return": None, "global_step": self.step, "run_dir": self.folder}
+        if self.step < total:
+            self.write({}, f"interrupted at step {self.step}; continue with --resume {self.folder}")
+            return result
+        if self.args.save_model and self.folder:
+            model |= {"format": f"{Path(__file__).stem} 1", "args": json.dumps(vars(self.args)), "params": params}
+            write_whole(self.folder / "model.msgpack", flax.serialization.msgpack_serialize(jax.device_get(model)))
+        if self.args.eval_episodes:
+            result["eval_return"] = self.evaluated(evaluate())
         return result
-    params = jax.tree.map(lambda x: x.addressable_data(0), state.params)
-    if args.save_model and logger:
-        model = {"format": f"{Path(__file__).stem} 1", "args": json.dumps(asdict(args))}
-        normaliser = dict(zip(("mean", "std", "reward_std"), jax.device_get(scales())))
-        model |= {"params": jax.device_get(params), "normaliser": normaliser}
-        write_whole(run_dir / "model.msgpack", flax.serialization.msgpack_serialize(model))
-    if args.eval_episodes:
-        returns = evaluate_task(args, network.apply, (params, scales()), eval_key, run_dir)
-        result["eval_return"] = float(returns.mean())
-        if logger:
-            logger.log(global_step, {"eval/episodic_return": returns.mean(), "eval/episodic_return_std": returns.std()})
-            print(f"evaluation: {returns.mean():.2f} +- {returns.std():.2f} over {len(returns)} episodes; {run_dir}")
-    return result
 
 
 if __name__ == "__main__":
     try:
         main(tyro.cli(Args))
-    except KeyboardInterrupt:  # before the first step, during the evaluation, or the second Ctrl-C
+    except KeyboardInterrupt:  # before the first step, during an evaluation, or the second Ctrl-C
         refuse("interrupted", code=130)

@@ -16,15 +16,13 @@ Every update minimises  L_TD + c lambda KL(pi_T || pi): n-step Q-learning, and d
 Lambda is 1 offline; online it falls with the student's evaluated score, to 0 for good once the student is as good as
 the teacher. Other workflows by flags: --teacher none (plain DQN), --finetune RUN (a DQN goes on), --total-timesteps 0
 (offline only), --offline-steps 0 (kickstarting). Deliberately different from the paper or its authors' code:
-  1. The teacher sees every state once, when it enters the data; its policy is stored there. Asking it for each sampled
+  1. The teacher sees a state once, when it enters the data; its policy is stored there. To ask it for each sampled
      batch would give the same numbers at eight (online) to dozens (offline) of times the cost.
   2. Several environments are stepped together; there is still one update for every four environment steps.
   3. A time limit is not a death: the window ends there and bootstraps from the episode's last observation.
   4. The student's network is the VALID one of Mnih et al. (2015); Dopamine pads.
 
-It runs on one device, CPU or GPU, and imports the package teachers/ that lies beside it.
-
-    python qdagger_dqn_atari.py --env-id Pong-v5                    with the bundled teacher
+One device, CPU or GPU; the package teachers/ lies beside this script.    python qdagger_dqn_atari.py --env-id Pong-v5
     python qdagger_dqn_atari.py --env-id Breakout-v5 --teacher runs/Breakout-v5__ppo_atari__1__1790000000
     python qdagger_dqn_atari.py --teacher none --save-replay        a DQN that can teach, with its data
 """
@@ -33,22 +31,16 @@ import os
 from importlib import metadata
 
 # XLA's CPU backend runs convolutions on one core unless this fusion is off (3 to 4 times faster). An XLA that does not
-# know a flag aborts, hence the versions. It concerns no other backend, and your own XLA_FLAGS come last, so they win.
-YNN_FLAG = "--xla_cpu_experimental_ynn_fusion_type=-individual_convolution"
-if metadata.version("jaxlib").startswith(("0.10.", "0.12.")) and YNN_FLAG not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = f"{YNN_FLAG} {os.environ.get('XLA_FLAGS', '')}".strip()
+# know a flag aborts, hence the versions. Your own XLA_FLAGS come last, so they win.
+if metadata.version("jaxlib").startswith(("0.10.", "0.12.")) and "ynn_fusion" not in os.environ.get("XLA_FLAGS", ""):
+    flags = "--xla_cpu_experimental_ynn_fusion_type=-individual_convolution", os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] = " ".join(flags).strip()
 
-import json
-import shutil
-import signal
-import subprocess
-import sys
 import threading
 import time
-import zlib
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -63,16 +55,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import tyro
-from flax.training import train_state
-from tensorboardX import SummaryWriter
+from flax.training.train_state import TrainState
 
 import teachers
-
-
-def refuse(message: str, code: int = 2):
-    """Ends the program with one line that names the flag or the file and the remedy."""
-    print(f"error: {message}", file=sys.stderr, flush=True)
-    raise SystemExit(code)
 
 
 @dataclass(frozen=True)
@@ -133,36 +118,41 @@ class Args:
     updates_per_call: int = 50  # offline updates between two looks at the clock and at Ctrl-C; one call on a GPU
 
     def __post_init__(self):
-        may_be_0 = "seed total_timesteps offline_steps wean_steps distill_coef gamma epsilon eval_epsilon eval_steps"
-        may_be_0 += " epsilon_decay_steps collect_epsilon learning_rate final_learning_rate"
-        for name, x in asdict(self).items():
-            low = 0 if name in may_be_0.split() else 1e-12
-            high = 1 if "epsilon" in name and "steps" not in name or name == "gamma" else 10**9
-            if type(x) in (int, float) and not low <= x <= high:  # NaN does not hold either
-                at_least = "above 0" if 0 < low < 1 else f"at least {low}"
-                refuse(f"--{name.replace('_', '-')} {x}: must be {at_least} and at most {high:,}")
+        may_be_0 = "seed total_timesteps offline_steps wean_steps distill_coef eval_steps epsilon_decay_steps"
+        may_be_0 += " learning_rate final_learning_rate"
+        check_numbers(self, may_be_0, "gamma epsilon eval_epsilon collect_epsilon")
         if self.finetune and self.teacher not in (None, "none"):
             refuse("--teacher: a fine-tuned agent has none; leave out --teacher or --finetune")
-        has_data = not self.finetune and self.teacher != "none" and self.offline_steps > 0
+        taught, least = not self.finetune and self.teacher != "none", self.num_envs * ((self.n_step or 3) + 5)
+        has_data = taught and self.offline_steps > 0
         if self.teacher_data and not has_data:
             refuse("--teacher-data: is for the offline phase, which --finetune, --teacher none and --offline-steps 0 "
                    "leave out; leave it out as well")  # fmt: skip
-        least = self.num_envs * ((self.n_step or 3) + 5)
-        for name in ("learning_starts", "collect_steps") if has_data else ("learning_starts",):
-            if getattr(self, name) < least:
-                flag = name.replace("_", "-")
-                refuse(f"--{flag} {getattr(self, name)}: must be at least {least}, a window in each environment")
-        if self.final_learning_rate is not None and (self.finetune or self.teacher == "none"):
+        if self.total_timesteps < self.num_envs and not has_data:
+            refuse("--total-timesteps 0: leaves nothing to do without a teacher and --offline-steps; raise one of them")
+        if self.total_timesteps < self.num_envs and self.save_replay:
+            refuse("--save-replay: the offline phase plays nothing to save; raise --total-timesteps, or leave it out")
+        steps = {"learning-starts": self.learning_starts} | ({"collect-steps": self.collect_steps} if has_data else {})
+        for flag in [flag for flag, x in steps.items() if x < least]:
+            refuse(f"--{flag} {steps[flag]}: must be at least {least}, a window in each environment")
+        if self.final_learning_rate is not None and not taught:
             refuse("--final-learning-rate: is for after a teacher; without one, --learning-rate is all there is")
-        if self.replay_capacity // self.num_envs * self.num_envs < self.learning_starts:
-            refuse(
-                f"--replay-capacity {self.replay_capacity}: must be at least --learning-starts, rounded to --num-envs"
-            )
-        frames = max(self.replay_capacity, self.collect_steps if has_data else 0)
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        if frames * 84 * 84 > memory:
-            refuse(f"--replay-capacity, --collect-steps: {frames:,} frames take {frames * 84 * 84:,} bytes, this "
-                   f"machine has {memory:,}; choose fewer")  # fmt: skip
+        if (capacity := self.replay_capacity) // self.num_envs * self.num_envs < self.learning_starts:
+            refuse(f"--replay-capacity {capacity}: must be at least --learning-starts, rounded to --num-envs")
+        size = 84 * 84 * max(capacity, steps.get("collect-steps", 0))
+        if size > (memory := os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")):
+            refuse(f"--replay-capacity, --collect-steps: {size // 7056:,} frames take {size:,} bytes, this machine has "
+                   f"{memory:,}; choose fewer")  # fmt: skip
+
+
+def check_numbers(args, may_be_0: str, fractions: str, **least: float):
+    """Refuses numbers out of range: above 0 and at most a billion; fractions, 0 to 1; or as named here."""
+    for name, x in vars(args).items():
+        low, high = (0, 1) if name in fractions.split() else (least.get(name, 1e-12), 10**9)
+        low = 0 if name in may_be_0.split() else low
+        if type(x) in (int, float) and not low <= x <= high:  # NaN does not hold either
+            at_least = "above 0" if 0 < low < 1 else f"at least {low}"
+            refuse(f"--{name.replace('_', '-')} {x}: must be {at_least} and at most {high:,}")
 
 
 # --- environment ------------------------------------------------------------------------------------------------------
@@ -173,10 +163,8 @@ PROTOCOLS = {  # Machado et al. (2018), as in Dopamine; Mnih et al. (2015)
 
 
 def make_game(args: Args, num_envs: int, entropy: tuple[int, ...], render: bool = False):
-    """EnvPool's vector of one Atari game: observations `[num_envs, 4, 84, 84]` uint8, the oldest frame first.
-
-    The seeds are drawn from `entropy`: EnvPool would give environment i seed + i, and two runs with neighbouring seeds
-    would share nearly all of their games."""
+    """EnvPool's vector of one Atari game: observations `[num_envs, 4, 84, 84]` uint8, the oldest frame first. Its
+    seeds are drawn from `entropy`, since with seed + i two runs of neighbouring seeds would share nearly all games."""
     if args.env_id not in envpool.list_all_envs():
         refuse(f"--env-id {args.env_id}: unknown to EnvPool; Atari games are called Pong-v5, SpaceInvaders-v5, ...")
     seeds = np.random.SeedSequence(entropy).generate_state(num_envs) >> 1
@@ -194,11 +182,6 @@ def make_game(args: Args, num_envs: int, entropy: tuple[int, ...], render: bool 
     refuse(f"--env-id {args.env_id}: this script needs four stacked grey frames and discrete actions, as in Pong-v5")
 
 
-def game_of(env_id: str) -> str:
-    """Pong, of Pong-v5 and of PongNoFrameskip-v4."""
-    return env_id.partition("-")[0].removesuffix("NoFrameskip")
-
-
 def step_env(env, action: np.ndarray) -> tuple[np.ndarray, ...]:
     """One step of all environments: obs, clipped reward, terminated, truncated, game over, unclipped reward.
 
@@ -211,9 +194,6 @@ def step_env(env, action: np.ndarray) -> tuple[np.ndarray, ...]:
 
 
 # --- network ----------------------------------------------------------------------------------------------------------
-UNITS = {"nature": 512, "resnet": 512, "shallow": 256}  # of the hidden layer
-
-
 def features(obs: jax.Array, network: str) -> jax.Array:
     """Frames `[B, 4, H, W]` uint8 to `[B, n]`, by convolutions that belong to the module that calls this."""
     conv = partial(nn.Conv, padding="VALID", kernel_init=nn.initializers.xavier_uniform())
@@ -224,13 +204,10 @@ def features(obs: jax.Array, network: str) -> jax.Array:
             x = nn.max_pool(same(channels)(x), (3, 3), (2, 2), "SAME")
             for _ in range(2):
                 x = x + same(channels)(nn.relu(same(channels)(nn.relu(x))))
-        x = nn.relu(x)
-    elif network == "nature":
-        for layer in conv(32, (8, 8), 4), conv(64, (4, 4), 2), conv(64, (3, 3), 1):
-            x = nn.relu(layer(x))
-    else:
-        for layer in conv(16, (8, 8), 4), conv(32, (4, 4), 2):
-            x = nn.relu(layer(x))
+        return nn.relu(x).reshape(x.shape[0], -1)
+    layers = [(32, 8, 4), (64, 4, 2), (64, 3, 1)] if network == "nature" else [(16, 8, 4), (32, 4, 2)]
+    for channels, size, stride in layers:
+        x = nn.relu(conv(channels, (size, size), stride)(x))
     return x.reshape(x.shape[0], -1)
 
 
@@ -243,11 +220,11 @@ class QNetwork(nn.Module):
     @nn.compact
     def __call__(self, obs: jax.Array) -> jax.Array:
         dense = partial(nn.Dense, kernel_init=nn.initializers.xavier_uniform())
-        x = nn.relu(dense(UNITS[self.network])(features(obs, self.network)))
+        x = nn.relu(dense(256 if self.network == "shallow" else 512)(features(obs, self.network)))
         return dense(self.num_actions)(x)
 
 
-# --- state ------------------------------------------------------------------------------------------------------------
+# --- state and replay -------------------------------------------------------------------------------------------------
 @flax.struct.dataclass
 class Transitions:
     """A batch of n-step transitions; m is n, or less where the episode ends before."""
@@ -260,7 +237,7 @@ class Transitions:
     teacher_policy: jax.Array  # [B, A] pi_T(. | s_t); zeros where the teacher was not asked
 
 
-class QState(train_state.TrainState):
+class QState(TrainState):
     """Flax's train state (`step` counts updates, `params` are the online network), and the target network."""
 
     target_params: Any
@@ -274,42 +251,23 @@ class ReplayBuffer:
     stacks them: the first frame of a game fills the stack, a lost life does not empty it."""
 
     def __init__(self, num_envs: int, rows: int, frame_shape: tuple[int, int], num_actions: int):
+        self.rows, self.written = rows, 0  # rows written, also those overwritten since
         self.frames = np.zeros((num_envs, rows, *frame_shape), np.uint8)  # takes its memory as it is written
         self.action = np.zeros((num_envs, rows), np.int32)
         self.reward = np.zeros((num_envs, rows), np.float32)
-        self.terminated, self.truncated = np.zeros((2, num_envs, rows), bool)
-        self.history = np.zeros((num_envs, rows), np.int8)  # earlier frames of the same episode in the stack, at most 3
-        self.first = np.zeros((num_envs, rows), bool)  # the first frame of a game
-        self.starts = np.zeros((num_envs, rows), bool)  # a transition may start here
         self.teacher_policy = np.zeros((num_envs, rows, num_actions), np.float32)
+        self.history = np.zeros((num_envs, rows), np.int8)  # earlier frames of the same episode in the stack, at most 3
+        self.terminated, self.truncated = np.zeros((2, num_envs, rows), bool)
+        self.first, self.starts = np.zeros((2, num_envs, rows), bool)  # a game begins; a transition may start here
         # Around an end: its last step (over, unless it is a life's), the dummy row, the next game's first row (begins).
         self.over, self.dummy, self.begins = *np.zeros((2, num_envs), bool), np.ones(num_envs, bool)
-        self.written = 0  # rows, also those overwritten since
-
-    def fill(self, data: teachers.Replay, n_step: int):
-        """Takes rows of a file, as if the environments had played a share each. Files lack an episode's last frame, so
-        windows that a time limit ends are lost."""
-        num_envs, rows = len(self.action), len(data.action) // len(self.action)
-        data, ends = replace(data, truncated=data.truncated.copy()), slice(rows - 1, None, rows)
-        data.truncated[ends] |= ~data.terminated[ends]  # where a share ends, its story breaks off
-        names = ("frames", "action", "reward", "terminated", "truncated", "first")
-        columns = {name: getattr(data, name) for name in names}
-        columns["history"] = np.minimum(np.arange(len(data.action)) - data.begin, 3).astype(np.int8)
-        columns["starts"] = data.usable(n_step)
-        for name, column in columns.items():
-            column = column[: num_envs * rows].reshape(num_envs, rows, *column.shape[1:])
-            if rows == self.action.shape[1]:
-                setattr(self, name, column)  # gigabytes of frames are not copied
-            else:
-                getattr(self, name)[:, :rows] = column
-        self.written = rows
 
     def __len__(self) -> int:
-        return min(self.written, self.action.shape[1]) * len(self.action)
+        return min(self.written, self.rows) * len(self.action)
 
     def add(self, obs: np.ndarray, action, reward, terminated, truncated, game_over, teacher_policy=0.0):
         """One row for each environment: arrays `[E, ...]`, of which obs `[E, 4, H, W]` came before the action."""
-        t = self.written % self.action.shape[1]
+        t = self.written % self.rows
         self.frames[:, t], self.action[:, t], self.reward[:, t] = obs[:, -1], action, reward
         self.terminated[:, t], self.truncated[:, t] = terminated, truncated
         self.history[:, t] = np.where(self.begins, 0, np.minimum(self.history[:, t - 1] + 1, 3))
@@ -319,51 +277,52 @@ class ReplayBuffer:
 
     def known(self, env: np.ndarray, t: np.ndarray, n_step: int) -> np.ndarray:
         """Whether transitions start in these rows: the state's frames and the n rows after it are in the ring."""
-        rows = self.action.shape[1]
-        age = (t - max(self.written - rows, 0)) % rows  # rows since the oldest
-        window = age + n_step < min(self.written, rows)
+        age = (t - max(self.written - self.rows, 0)) % self.rows  # rows since the oldest
+        window = age + n_step < min(self.written, self.rows)
         return self.starts[env, t] & (age >= self.history[env, t]) & window
 
     def sample(self, rng: np.random.Generator, shape: tuple[int, int], n_step: int) -> tuple[np.ndarray, np.ndarray]:
         """Environments and rows `[updates, B]` of which transitions start, uniformly, with replacement."""
-        found, need = [], shape[0] * shape[1]
-        while need > 0:
-            env = rng.integers(len(self.action), size=need)
-            t = rng.integers(min(self.written, self.action.shape[1]), size=need)
-            good = self.known(env, t, n_step)
-            found.append((env[good], t[good]))
-            need -= int(good.sum())
-        env, t = (np.concatenate(x).reshape(shape) for x in zip(*found))
-        return env, t
+        env, t = np.zeros((2, 0), int)
+        while need := shape[0] * shape[1] - len(env):
+            drawn = rng.integers(len(self.action), size=need), rng.integers(min(self.written, self.rows), size=need)
+            good = self.known(*drawn, n_step)
+            env, t = np.append(env, drawn[0][good]), np.append(t, drawn[1][good])
+        return env.reshape(shape), t.reshape(shape)
 
     def states(self, env: np.ndarray, t: np.ndarray) -> np.ndarray:
         """`[..., 4, H, W]` uint8 of environments and rows `[...]`."""
         back = np.minimum(np.arange(3, -1, -1), self.history[env, t][..., None])
-        return self.frames[env[..., None], (t[..., None] - back) % self.action.shape[1]]
+        return self.frames[env[..., None], (t[..., None] - back) % self.rows]
 
     def transitions(self, env: np.ndarray, t: np.ndarray, n_step: int, gamma: float) -> Transitions:
         """The transitions that start in these rows `[...]`."""
-        window = (env[..., None], (t[..., None] + np.arange(n_step)) % self.action.shape[1])
+        window = (env[..., None], (t[..., None] + np.arange(n_step)) % self.rows)
         columns = self.reward[window], self.terminated[window], self.truncated[window]
         reward, discount, steps = n_step_return(*columns, gamma)
-        next_obs = self.states(env, (t + steps) % self.action.shape[1])
-        policy = self.teacher_policy[env, t]
+        next_obs, policy = self.states(env, (t + steps) % self.rows), self.teacher_policy[env, t]
         return Transitions(self.states(env, t), self.action[env, t], reward, discount, next_obs, policy)
 
-    def ask(self, teacher: Callable[[np.ndarray], np.ndarray]):
-        """Stores the teacher's policy in all rows."""
-        started, rows = time.time(), min(self.written, self.action.shape[1])
-        for env in range(len(self.action)):
-            for first in range(0, rows, 256):
-                t = np.arange(first, first + 256) % rows  # always 256: one compilation
-                self.teacher_policy[env, t] = teacher(self.states(np.full(256, env), t))
-                say_progress("shown to the teacher", first + 256, rows, 256, started)
+    def fill(self, data: teachers.Replay, n_step: int):
+        """Takes rows of a file, as if the environments had played a share each. Files lack an episode's last frame, so
+        windows that a time limit ends are lost."""
+        data = replace(data, truncated=data.truncated.copy())
+        self.written = rows = len(data.action) // len(self.action)
+        ends = slice(rows - 1, None, rows)
+        data.truncated[ends] |= ~data.terminated[ends]  # where a share ends, its story breaks off
+        columns = {name: getattr(data, name) for name in teachers.replay.COLUMNS} | {"starts": data.usable(n_step)}
+        columns["history"] = np.minimum(np.arange(len(data.action)) - data.begin, 3).astype(np.int8)
+        for name, column in columns.items():
+            column = column[: rows * len(self.action)].reshape(-1, rows, *column.shape[1:])
+            if rows == self.rows:
+                setattr(self, name, column)  # gigabytes of frames are not copied
+            else:
+                getattr(self, name)[:, :rows] = column
 
     def export(self, env: int, protocol: dict) -> teachers.Replay:
         """One environment's rows in the order of play."""
-        order = np.arange(max(0, self.written - self.action.shape[1]), self.written) % self.action.shape[1]
-        names = ("frames", "action", "reward", "terminated", "truncated", "first")
-        columns = {name: getattr(self, name)[env][order] for name in names}
+        order = np.arange(max(0, self.written - self.rows), self.written) % self.rows
+        columns = {name: getattr(self, name)[env][order] for name in teachers.replay.COLUMNS}
         columns["truncated"][-1] |= ~columns["terminated"][-1]
         return teachers.Replay(**columns, protocol=protocol, source="replay")
 
@@ -381,11 +340,6 @@ def n_step_return(reward: np.ndarray, terminated: np.ndarray, truncated: np.ndar
     died = (terminated & played).any(axis=-1)
     n_step_reward = (np.where(played, reward, 0.0) * gamma ** np.arange(reward.shape[-1])).sum(axis=-1)
     return n_step_reward.astype(np.float32), np.where(died, 0.0, gamma**steps).astype(np.float32), steps
-
-
-def teacher_target(scores: jax.Array, kind: str, temperature: float) -> jax.Array:
-    """pi_T `[B, A]`: softmax(Q_T / tau) of a value-based teacher, softmax(logits) of one that is a policy."""
-    return nn.softmax(scores if kind == "policy" else scores / temperature)
 
 
 def distillation(teacher_policy: jax.Array, q: jax.Array, temperature: float) -> jax.Array:
@@ -460,119 +414,307 @@ class Mentor:
     """A loaded teacher that is asked for its policy, and acts."""
 
     def __init__(self, teacher: teachers.Teacher, temperature: float):
-        @jax.jit
-        def policy(params, obs):
-            return teacher_target(teacher.apply(obs, params), teacher.kind, temperature)
-
-        self.teacher, self.compiled = teacher, policy
+        scale = 1.0 if teacher.kind == "policy" else temperature
+        self.compiled = jax.jit(lambda params, obs: nn.softmax(teacher.apply(obs, params) / scale))
+        self.teacher = teacher
 
     def policy(self, obs: np.ndarray) -> np.ndarray:
-        """pi_T `[B, A]` of obs `[B, 4, 84, 84]`."""
+        """pi_T `[B, A]` of obs `[B, 4, 84, 84]`: softmax(Q / tau) if value-based, softmax(logits) if it is a policy."""
         return np.asarray(self.compiled(self.teacher.params, obs))
 
-    def act(self, policy: np.ndarray, rng: np.random.Generator, epsilon) -> np.ndarray:
-        """Actions `[B]` from pi_T `[B, A]`: its most probable one if value-based, a sample otherwise; epsilon `[B]`."""
-        action = policy.argmax(axis=1)
+    def act(self, obs: np.ndarray, rng: np.random.Generator, epsilon) -> tuple[np.ndarray, np.ndarray]:
+        """Actions `[B]`: its most probable ones if value-based, else samples; random with epsilon `[B]`. And pi_T."""
+        action = (policy := self.policy(obs)).argmax(axis=1)
         if self.teacher.kind == "policy":
             action = (policy.cumsum(axis=1) > rng.random((len(policy), 1))).argmax(axis=1)
         random = rng.integers(policy.shape[1], size=len(policy))
-        return np.where(rng.random(len(policy)) < epsilon, random, action).astype(np.int32)
+        return np.where(rng.random(len(policy)) < epsilon, random, action).astype(np.int32), policy
+
+    def score(self, args: Args) -> float:
+        """Its mean return. There must be something to learn from it."""
+        print(f"             the teacher is evaluated, {args.eval_steps:,} steps or more", flush=True)
+        rng, games = np.random.default_rng((args.seed, 2**31)), make_game(args, args.eval_episodes, (args.seed, 2**31))
+        act = lambda obs, _: self.act(obs, rng, args.eval_epsilon)[0]  # noqa: E731
+        returns = play(args.eval_episodes, games, step_env, act, args.eval_steps)
+        score, random_score = returns.mean(), teachers.scores_of(args.env_id).random
+        print(f"             {score:.2f} +- {returns.std():.2f} in {len(returns)} whole games", flush=True)
+        if score <= random_score:
+            refuse(f"--teacher: its score is {score:.2f}, a random policy's {random_score}; choose another, or another "
+                   "--protocol")  # fmt: skip
+        return float(score)
+
+    def complete(self, replay: ReplayBuffer, args: Args):
+        """D_T: it sees every state of its replay or, where it came without, it plays: with more random actions from
+        environment to environment, so that mistakes and the way back from them are in the data too."""
+        started, total = time.time(), len(replay) or replay.action.size
+
+        def progress(what: str, done: int, step: int):  # a line at every tenth of a long wait
+            if done * 10 // total > (done - step) * 10 // total and time.time() - started > 2:
+                left = max((time.time() - started) * (total - done) / done / 60, 0)
+                print(f"             {what} {min(done, total):>10,} of {total:,}   {left:4.0f} min left", flush=True)
+
+        for first in range(0, len(replay), 256):  # of one environment
+            t, env = np.arange(first, first + 256) % total, np.zeros(256, int)  # always 256: one compilation
+            replay.teacher_policy[0, t] = self.policy(replay.states(env, t))
+            progress("shown to the teacher", first + 256, 256)
+        if len(replay) == 0:
+            env, rng = make_game(args, args.num_envs, (args.seed, 2**30)), np.random.default_rng(args.seed)
+            (obs, _), epsilon = env.reset(), np.linspace(args.collect_epsilon, 0.0, args.num_envs)
+        while len(replay) < total:
+            action, policy = self.act(obs, rng, epsilon)
+            next_obs, *row, _ = step_env(env, action)
+            replay.add(obs, action, *row, policy)
+            obs = next_obs
+            progress("collected", len(replay), args.num_envs)
 
 
-def say_progress(what: str, done: int, total: int, step: int, started: float):
-    """A line at every tenth of a long wait, with the minutes that are left."""
-    if done * 10 // total > (done - step) * 10 // total and time.time() - started > 2:
-        left = (time.time() - started) * (total - done) / done / 60
-        print(f"             {what} {min(done, total):>10,} of {total:,}   {max(left, 0):4.0f} min left", flush=True)
+# --- teacher and data -------------------------------------------------------------------------------------------------
+def prepare(args: Args, run, state, same: tuple[str, ...], num_actions: int, n_step: int, new_replay: Callable):
+    """The student (to fine-tune: one of the `same` settings), its teacher, and the replay to begin with: D_T before
+    the offline phase, or else the student's own. What is wrong with files is said before any time is spent, and a run
+    folder made; then the teacher is evaluated, and D_T completed."""
+    mentor, folder, taught = None, None, not args.finetune and args.teacher != "none"
+    replay = new_replay(args.num_envs, args.replay_capacity // args.num_envs)
+    if args.finetune and not args.resume:
+        saved, source = read_checkpoint("--finetune", args.finetune)
+        for name in same:
+            if saved.get(name) != getattr(args, name):
+                refuse(f"--{name.replace('_', '-')} {getattr(args, name)}: --finetune goes on with {saved.get(name)}")
+        state = flax.serialization.from_state_dict(state, source["state"])
+
+    def check(who: str, given: dict, wrong_game: str):
+        given = {"env_id": args.env_id} | PROTOCOLS.get(given.get("protocol"), {}) | given
+        if len({name.partition("-")[0].removesuffix("NoFrameskip") for name in (given["env_id"], args.env_id)}) > 1:
+            refuse(wrong_game.format(given["env_id"], args.env_id))
+        if any(given.get(name, x) != x for name, x in PROTOCOLS[args.protocol].items()):
+            print(f"warning      {who} under another protocol: {given}")
+
+    settings, limit = ", ".join(f"{name} {x}" for name, x in PROTOCOLS[args.protocol].items()), args.max_episode_steps
+    resumed = " (resumed: new games, and an empty replay online)" if args.resume else ""
+    told = {"environment": f"{args.env_id}: 4 grey frames of 84 x 84, {num_actions} actions (minimal), limit {limit} "
+                           f"steps = {4 * limit} frames, {settings}, rewards clipped for learning only",
+            "plan": f"{args.offline_steps * taught:,} offline updates, {args.total_timesteps:,} steps in "
+                    f"{args.num_envs} environments, on {jax.devices()[0].device_kind}, from {run.step:,}, up to "
+                    f"{args.replay_capacity * 7056 / 1e9:.1f} GB of replay{resumed}"}  # fmt: skip
+    try:
+        if taught:
+            teachers.scores_of(args.env_id)
+            path = args.teacher or teachers.bundled_teacher(args.env_id)
+            mentor = Mentor(teacher := teachers.load_teacher(path, num_actions=num_actions), args.temperature)
+            check("the teacher learned", teacher.protocol,
+                  f"--teacher {path}: it learned {{}}, not {{}}; choose one of this game")  # fmt: skip
+            told["teacher"] = f"{teacher.source}: {teacher.network} network, {teacher.kind}"
+        if run.step < 0:
+            folder = args.teacher_data or teachers.replay_beside(path)
+            replay = new_replay(args.num_envs, args.collect_steps // args.num_envs)
+            again = " (again: checkpoints hold none)" if args.resume else ""
+            told["data"] = (f"none beside the teacher: it plays {args.collect_steps:,} steps{again}; the paper's data "
+                            "are of all its training")  # fmt: skip
+        elif args.finetune and not args.resume:
+            folder = teachers.replay_beside(args.finetune)
+            told["data"] = "that run kept no replay (--save-replay), so it begins with an empty one"
+        if folder:
+            newest = args.collect_steps if taught else replay.action.size
+            data = teachers.load_replay(folder, num_actions=num_actions, start=-newest)
+            check("the data were played", data.protocol,
+                  f"{folder}: data of {{}}, not of {{}}; choose those of this game")  # fmt: skip
+            replay = new_replay(1, len(data.action)) if taught else replay
+            if len(data.action) >= len(replay.action):
+                replay.fill(data, n_step)
+            if not replay.known(*np.indices(replay.action.shape), n_step).any():
+                refuse(f"{folder}: its {len(data.action)} rows hold no window of {n_step} steps; name longer data")
+            told["data"] = f"{len(replay):,} steps from {folder}"
+    except teachers.TeacherError as error:
+        refuse(f"{'--teacher, --teacher-data' if taught else '--finetune'}: {error}")
+    run.open(**told)
+    if mentor and run.progress["teacher_score"] is None:
+        run.progress["teacher_score"] = mentor.score(args)
+    if run.step < 0:
+        mentor.complete(replay, args)
+    return run.restore(state), mentor, replay
 
 
-def collect(args: Args, mentor: Mentor, buffer: ReplayBuffer):
-    """Teacher data D_T, where the teacher comes without: it fills the buffer, playing with more random actions from
-    environment to environment, so that mistakes and the way back from them are in the data too."""
-    env, rng, started = (
-        make_game(args, args.num_envs, (args.seed, 2**30)),
-        np.random.default_rng(args.seed),
-        time.time(),
-    )
-    (obs, _), epsilon = env.reset(), np.linspace(args.collect_epsilon, 0.0, args.num_envs)
-    for i in range(1, buffer.action.shape[1] + 1):
-        policy = mentor.policy(obs)
-        action = mentor.act(policy, rng, epsilon)
-        next_obs, reward, terminated, truncated, game_over, _ = step_env(env, action)
-        buffer.add(obs, action, reward, terminated, truncated, game_over, policy)
-        obs = next_obs
-        say_progress("collected", i * args.num_envs, buffer.action.size, args.num_envs, started)
+def save_replay(replay: ReplayBuffer, args: Args, folder: Path):
+    """The student's replay, as teacher data for other runs."""
+    print(f"saves the {len(replay):,} steps in the replay" if len(replay) else
+          "nothing to save: no step was played since the run was resumed", flush=True)  # fmt: skip
+    shards = (replay.export(i, {"env_id": args.env_id, "protocol": args.protocol}) for i in range(args.num_envs))
+    try:
+        if len(replay):
+            teachers.save_replay(folder / "replay", shards, args.num_envs)
+    except (OSError, teachers.TeacherError) as error:
+        refuse(f"--save-replay: {error}; the model is saved", code=1)
 
 
-def play(args: Args, choose: Callable, entropy: tuple[int, ...], film: Path | None = None) -> np.ndarray:
-    """Unclipped returns of whole games. Each of `eval_episodes` fresh environments plays on until all have made
-    `eval_steps` steps together, and then to the end of its game. `choose(obs, step)` gives actions. Writes a GIF of
-    one game (its first 3,000 steps) into the folder `film`."""
-    n = args.eval_episodes
-    env = make_game(args, n, entropy, render=film is not None)
-    (obs, _), total, playing, returns, frames, step = env.reset(), np.zeros(n), np.ones(n, bool), [], [], 0
+# --- main -------------------------------------------------------------------------------------------------------------
+def main(args: Args) -> dict:
+    """Trains, evaluates, saves. Returns final_return (20 games), eval_return, teacher_score, global_step, run_dir."""
+    run = Run(args)
+    args = run.args  # with --resume those of that run
+    # Reincarnation, fine-tuning or tabula rasa: n, and the learning rates while lambda is 1 and once it is 0.
+    taught = not args.finetune and args.teacher != "none"
+    rate, n_step = (1e-4, 3) if taught else (1e-5, 1) if args.finetune else (6.25e-5, 3)
+    rate, n_step = rate if args.learning_rate is None else args.learning_rate, args.n_step or n_step
+    last_rate = args.final_learning_rate if args.final_learning_rate is not None else 1e-5 if taught else rate
+    offline_steps, total_steps = args.offline_steps * taught, args.total_timesteps // args.num_envs * args.num_envs
+    if not args.resume:  # the offline phase counts its updates up to step 0
+        run.step, run.progress["distill_weight"], run.progress["teacher_score"] = -offline_steps, float(taught), None
+
+    env = make_game(args, args.num_envs, (args.seed, max(run.step, 0)))
+    num_actions, obs_shape = int(env.action_space.n), env.observation_space.shape
+    network = QNetwork(args.network, num_actions)
+    init_key, act_key, eval_key = jax.random.split(jax.random.key(args.seed), 3)
+    params = network.init(init_key, np.zeros((1, *obs_shape), np.uint8))
+    optimizer = optax.scale_by_adam(eps=1.5e-4)  # the learning rate follows lambda, not the number of updates
+    state = QState.create(apply_fn=network.apply, params=params, tx=optimizer, target_params=params)
+    new_replay = lambda num_envs, rows: ReplayBuffer(num_envs, rows, obs_shape[1:], num_actions)  # noqa: E731
+    same = "network", "env_id", "protocol"
+    state, mentor, replay = prepare(args, run, state, same, num_actions, n_step, new_replay)
+    updates, lambda_ = int(state.step), run.progress["distill_weight"]
+
+    def evaluate_student(last: bool = False) -> np.ndarray:
+        if last and args.save_replay:  # first: a resumed run can make up for an evaluation, not for the replay
+            save_replay(replay, args, run.folder)
+        film = run.folder if last and args.capture_video else None
+        start, key, entropy = time.time(), jax.random.fold_in(eval_key, updates), (args.seed, 2**31, updates)
+        explore = partial(greedy, network.apply, state.params)
+        act = lambda obs, i: np.asarray(explore(obs, key, i, args.eval_epsilon))  # noqa: E731
+        games = make_game(args, args.eval_episodes, entropy, render=film is not None)
+        returns = play(args.eval_episodes, games, step_env, act, args.eval_steps, film)
+        run.since = run.since[0] + time.time() - start, run.since[1]  # not the training's time
+        return returns
+
+    def log(line: str, **more: float):
+        run.progress["distill_weight"] = lambda_
+        more |= {"charts/learning_rate": lambda_ * rate + (1 - lambda_) * last_rate, "charts/distill_weight": lambda_}
+        more |= {"charts/teacher_score": run.progress["teacher_score"]} if mentor else {}
+        line += "updates/s {charts/updates_per_second:5.0f}   lambda {charts/distill_weight:4.2f}   td loss "
+        line += "{losses/td_loss:7.4f}   distill loss {losses/distill_loss:7.4f}   {left:4.0f} min left"
+        run.log(state, more, line)
+
+    with run:
+        # Offline the student learns from D_T, and plays nothing.
+        while run.step < 0 and not run.stop:
+            start, made = time.time(), min(args.updates_per_call, -run.step)
+            rng = np.random.default_rng((args.seed, updates))  # so a resumed run goes on with the same stream
+            batches = replay.transitions(*replay.sample(rng, (made, args.batch_size), n_step), n_step, args.gamma)
+            run.add({"time/sample": time.time() - start}, updates_per_second=made)
+            state, metrics = q_learn(state, batches, rate, lambda_, dqn_loss, args)
+            run.add(metrics)
+            updates, run.step = updates + made, run.step + made
+            if run.step == 0:  # the online phase begins with the online network as its target
+                state = state.replace(target_params=jax.tree.map(jnp.copy, state.params))
+            if run.step % args.iteration_steps < made and run.step < total_steps:
+                run.evaluated(evaluate_student())
+            if run.due(run.step, made, 0, -offline_steps):
+                log("offline step {step:>10,} {share:4.0%}   ")
+
+        # Online it plays, and learns from what it played itself, with less and less of the teacher.
+        if offline_steps:
+            replay = new_replay(args.num_envs, args.replay_capacity // args.num_envs)
+        highest = args.epsilon if args.finetune or offline_steps else 1.0  # it has learned before
+        falls = args.learning_starts, args.learning_starts + args.epsilon_decay_steps
+        epsilon = lambda: float(np.interp(run.step, falls, (highest, args.epsilon)))  # noqa: E731
+        (obs, _), made, ended = env.reset(), args.num_envs, np.zeros(args.num_envs, bool)
+        game_return, game_length = np.zeros(made), np.zeros(made, int)
+        while run.step < total_steps and not run.stop:
+            start = time.time()
+            policy = mentor.policy(obs) if lambda_ > 0 else 0.0  # a student past its teacher does not ask
+            action = np.asarray(greedy(network.apply, state.params, obs, act_key, run.step, epsilon()))  # sync
+            next_obs, reward, terminated, truncated, game_over, game_reward = step_env(env, action)
+            replay.add(obs, action, reward, terminated, truncated, game_over, policy)
+            game_return, game_length = game_return + game_reward, game_length + ~ended
+            run.add({"charts/episodic_return": game_return[game_over].tolist(),
+                     "charts/episodic_length": game_length[game_over].tolist()}, SPS=made)  # fmt: skip
+            game_return[game_over], game_length[game_over] = 0, 0
+            obs, ended, run.step = next_obs, terminated | truncated, run.step + made
+            due = run.step // args.train_frequency - (run.step - made) // args.train_frequency
+            due = due if len(replay) >= args.learning_starts else 0
+            run.add({"time/act": time.time() - start}, updates_per_second=due)
+            if due:
+                start, rng = time.time(), np.random.default_rng((args.seed, updates))
+                batches = replay.transitions(*replay.sample(rng, (due, args.batch_size), n_step), n_step, args.gamma)
+                run.add({"time/sample": time.time() - start})
+                learning_rate = lambda_ * rate + (1 - lambda_) * last_rate
+                state, metrics = q_learn(state, batches, learning_rate, lambda_, dqn_loss, args)
+                run.add(metrics)
+                updates += due
+            if run.step % args.iteration_steps < made and run.step < total_steps:
+                score = run.evaluated(evaluate_student())
+                if mentor:
+                    scores = score, run.progress["teacher_score"], teachers.scores_of(args.env_id).random
+                    lambda_ = distill_weight(lambda_, *scores, run.step, args.wean_steps)
+            lambda_ = lambda_ if run.step < args.wean_steps else 0.0
+            if run.due(run.step, made, total_steps):
+                playing = "return (20 games) {charts/episodic_return_20:8.2f}   SPS {charts/SPS:5.0f}   "
+                log("online step {step:>10,} {share:4.0%}   " + playing, **{"charts/epsilon": epsilon()})
+
+    result = run.end(total_steps, state.params, partial(evaluate_student, last=True))
+    return result | {"teacher_score": run.progress["teacher_score"]}
+
+
+# --- appendix: the run folder, logging, checkpoints, signals, devices; the same in every script ---
+import json
+import signal
+import subprocess
+import sys
+import zlib
+
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from tensorboardX import SummaryWriter
+
+
+def refuse(message: str, code: int = 2):
+    """Ends the program with one line that names the flag or the file and the remedy."""
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    raise SystemExit(code)
+
+
+def make_shardings(args, actor_device: int | None = None) -> tuple[NamedSharding, NamedSharding, jax.Device]:
+    """Over the learner's devices of all processes: replicated (a state), and split by environments (a batch). And the
+    actors' device. Joins the other processes first, if --distributed."""
+    where, devices = (args.coordinator_address, args.num_processes, args.process_id), args.learner_devices
+    if not devices or min(devices) < 0 or len({*devices}) < len(devices):
+        refuse("--learner-devices: must be different indices, for example --learner-devices 0 1")
+    if args.num_envs % len(devices):
+        refuse(f"--num-envs {args.num_envs}: must be a multiple of the {len(devices)} --learner-devices")
+    if not args.distributed and where != (None,) * 3:
+        refuse("--coordinator-address, --num-processes, --process-id: need --distributed")
+    if args.distributed:
+        try:
+            jax.distributed.initialize(*where, heartbeat_timeout_seconds=20)  # when a process dies, the others end soon
+        except (ValueError, RuntimeError) as error:
+            refuse(f"--distributed: {error}; name --coordinator-address, --num-processes and --process-id")
+    here, flags = jax.local_devices(), "--learner-devices" + ", --actor-device" * (actor_device is not None)
+    if max(*devices, actor_device or 0) >= len(here):
+        refuse(f"{flags}: only {len(here)} devices here, 0 to {len(here) - 1}")
+    by_process = [[d for d in jax.devices() if d.process_index == p] for p in range(jax.process_count())]
+    mesh = Mesh([process[i] for process in by_process for i in devices], "data")
+    acting = jax.local_devices(backend="cpu")[0] if actor_device == -1 else here[actor_device or 0]
+    return NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data")), acting
+
+
+def play(n: int, env, step, choose, least_steps: int = 0, film: Path | None = None, ms_per_frame=67) -> np.ndarray:
+    """Unclipped returns of whole games: n environments make `least_steps` together, then each ends its game, so short
+    ones are not over-represented. `choose(obs, i)` acts in step i. Writes a GIF of one (3,000 steps) into `film`."""
+    (obs, _), total, playing, returns, frames, i = env.reset(), np.zeros(n), np.ones(n, bool), [], [], 0
     filming = film is not None
     while playing.any():
         if filming:
             frames.append(env.render()[0])
-        obs, *_, game_over, game_reward = step_env(env, choose(obs, step))
-        total, step = total + game_reward, step + 1
-        returns += total[game_over & playing].tolist()
-        total[game_over] = 0.0
-        playing &= ~game_over | (step * n < args.eval_steps)
-        filming = filming and not game_over[0] and step < 3000
+        obs, *_, over, reward = step(env, choose(obs, i))
+        total, i = total + reward, i + 1
+        returns += total[over & playing].tolist()
+        total[over] = 0.0
+        playing &= ~over | (i * n < least_steps)
+        filming = filming and not over[0] and i < 3000
     if frames:
         from PIL import Image
 
         first, *rest = map(Image.fromarray, frames)
-        first.save(film / "eval.gif", save_all=True, append_images=rest, duration=67)  # ms: 4 frames at 60 Hz
+        first.save(film / "eval.gif", save_all=True, append_images=rest, duration=ms_per_frame)
     return np.array(returns)
-
-
-# --- logging, saving --------------------------------------------------------------------------------------------------
-class Logger:
-    """metrics.csv (global_step,wall_seconds,metric,value), TensorBoard events, and wandb if asked for."""
-
-    def __init__(self, args: Args, run_dir: Path, step: int, wall_seconds: float):
-        path, self.started = run_dir / "metrics.csv", time.time() - wall_seconds
-        rows = path.read_text().splitlines(keepends=True)[1:] if path.exists() else []
-        # A resumed run forgets the rows that its checkpoint has not seen, and a last line cut short by a kill.
-        rows = [row for row in rows if row.endswith("\n") and int(row.split(",")[0]) <= step]
-        write_whole(path, ("global_step,wall_seconds,metric,value\n" + "".join(rows)).encode())
-        self.csv, self.tensorboard, self.wandb = path.open("a"), SummaryWriter(str(run_dir), purge_step=step + 1), None
-        if args.track:
-            import wandb
-
-            names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "id": run_dir.name}
-            self.wandb = wandb.init(config=asdict(args), resume="allow", reinit="finish_previous", **names)
-            self.wandb.define_metric("*", step_metric="global_step")
-
-    def log(self, step: int, metrics: dict[str, float]):
-        for name, value in metrics.items():
-            self.csv.write(f"{step},{time.time() - self.started:.2f},{name},{value:.8g}\n")
-            self.tensorboard.add_scalar(name, value, step)
-        self.csv.flush()
-        if self.wandb:
-            self.wandb.log(metrics | {"global_step": step})
-
-
-def make_run_dir(args: Args) -> Path:
-    """Creates the run folder, with the run's provenance in it: arguments, versions, a copy of this script."""
-    stamp = int(time.time())
-    while (run_dir := Path(args.runs_dir) / f"{args.env_id}__{args.exp_name}__{args.seed}__{stamp}").exists():
-        stamp += 1
-    git = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "HEAD"]
-    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
-    versions = {name: metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax", "numpy", "envpool")}
-    versions |= {"python": sys.version.split()[0], "device": jax.devices()[0].device_kind, "git_commit": commit}
-    try:
-        run_dir.mkdir(parents=True)
-        (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=2) + "\n")
-        (run_dir / "versions.json").write_text(json.dumps(versions | {"cpus": os.cpu_count()}, indent=2) + "\n")
-        shutil.copy(__file__, run_dir)
-    except OSError as error:
-        refuse(f"--runs-dir {args.runs_dir}: cannot write {run_dir} ({error.strerror}); name a writable folder")
-    return run_dir
 
 
 def write_whole(path: Path, data: bytes):
@@ -581,312 +723,180 @@ def write_whole(path: Path, data: bytes):
     os.replace(path.with_suffix(".tmp"), path)
 
 
-def save_checkpoint(run_dir: Path, state, progress: dict):
-    """The whole state and the counters, with a checksum so that a damaged file cannot pass."""
-    content = {"script": Path(__file__).stem, "progress": progress, "state": flax.serialization.to_state_dict(state)}
-    data = flax.serialization.msgpack_serialize(jax.device_get(content))
-    write_whole(run_dir / "checkpoint.msgpack", zlib.crc32(data).to_bytes(4, "big") + data)
-
-
 def read_checkpoint(flag: str, folder: str) -> tuple[dict, dict]:
     """Arguments and checkpoint of a run of this script; refuses a missing, damaged or foreign one."""
-    run_dir = Path(folder)
     try:
-        saved, data = json.loads((run_dir / "args.json").read_text()), (run_dir / "checkpoint.msgpack").read_bytes()
+        saved = json.loads((Path(folder) / "args.json").read_text())
+        data = (Path(folder) / "checkpoint.msgpack").read_bytes()
     except (OSError, ValueError) as error:
-        refuse(f"{flag} {run_dir}: cannot read its args.json and checkpoint.msgpack ({error!r}); name a run's folder")
+        refuse(f"{flag} {folder}: cannot read its args.json and checkpoint.msgpack ({error!r}); name a run's folder")
     if zlib.crc32(data[4:]).to_bytes(4, "big") != data[:4]:
-        refuse(f"{flag} {run_dir}: checkpoint.msgpack is damaged; restore it from a copy, or start a new run")
+        refuse(f"{flag} {folder}: checkpoint.msgpack is damaged; restore it from a copy, or start a new run")
     checkpoint = flax.serialization.msgpack_restore(data[4:])
     if checkpoint["script"] != Path(__file__).stem:
-        refuse(f"{flag} {run_dir}: it is a run of {checkpoint['script']}.py; name one of this script")
+        refuse(f"{flag} {folder}: it is a run of {checkpoint['script']}.py; name one of this script")
     return {name: tuple(x) if isinstance(x, list) else x for name, x in saved.items()}, checkpoint
 
 
-def load_checkpoint(args: Args) -> tuple[Args, dict]:
-    """The settings and the checkpoint of the run to resume. It keeps its settings: a flag set to something else than
-    its default is refused, not ignored."""
-    saved, checkpoint = read_checkpoint("--resume", args.resume)
-    of_the_process = {"resume", "coordinator_address", "num_processes", "process_id"} & asdict(args).keys()
-    if saved.keys() != asdict(args).keys():
-        refuse(f"--resume {args.resume}: cannot read its args.json, which has other fields than this script's")
-    resumed = Args(**saved | {name: getattr(args, name) for name in of_the_process})
-    for name, given in asdict(args).items():
-        if name not in of_the_process and given not in (getattr(Args, name), getattr(resumed, name)):
-            refuse(f"--{name.replace('_', '-')} {given}: a resumed run keeps its settings; leave the flag out")
-    return resumed, checkpoint
+class Run:
+    """A run's folder, log, checkpoints and end. With several processes only the first one has a folder, and speaks.
+    `progress` is what a checkpoint holds beside the state. `with run:` encloses the training: a first Ctrl-C or SIGTERM
+    sets `stop` when the round under way is done, a second one does not wait."""
 
+    def __init__(self, args):
+        self.progress, self.checkpoint = {"global_step": 0, "wall_seconds": 0.0, "last_returns": []}, None
+        if args.resume:  # with its own settings: a flag set to something else than its default is refused, not ignored
+            saved, self.checkpoint = read_checkpoint("--resume", args.resume)
+            self.progress, given = self.checkpoint["progress"], vars(args)
+            if saved.keys() != given.keys():
+                refuse(f"--resume {args.resume}: cannot read its args.json, which has other fields than this script's")
+            own = {"resume", "coordinator_address", "num_processes", "process_id"} & given.keys()  # of this process
+            args = type(args)(**saved | {name: given[name] for name in own})
+            for name, x in given.items():
+                if name not in own and x not in (getattr(type(args), name), getattr(args, name)):
+                    refuse(f"--{name.replace('_', '-')} {x}: a resumed run keeps its settings; leave the flag out")
+        for flag, wanted, name in ("--track", args.track, "wandb"), ("--capture-video", args.capture_video, "pillow"):
+            if wanted and not any(metadata.distributions(name=name)):
+                refuse(f"{flag}: needs the package {name}; run pip install {name}, or leave the flag out")
+        self.args, self.folder, self.stop, self.interrupted = args, None, False, False
+        self.step, self.last_returns = self.progress["global_step"], self.progress["last_returns"]
 
-# --- main -------------------------------------------------------------------------------------------------------------
-def main(args: Args) -> dict:
-    """Trains, evaluates, saves. Returns final_return (mean of the last 20 games), eval_return, teacher_score,
-    global_step, run_dir."""
-    progress, checkpoint = None, None
-    if args.resume:
-        args, checkpoint = load_checkpoint(args)
-        progress = checkpoint["progress"]
-    for flag, wanted, package in ("--track", args.track, "wandb"), ("--capture-video", args.capture_video, "pillow"):
-        if wanted and not any(metadata.distributions(name=package)):
-            refuse(f"{flag}: needs the package {package}; run pip install {package}, or leave the flag out")
+    def plan(self, unit: str, steps: int) -> int:
+        """How many environment steps the run has, in whole rollouts or generations of so many steps."""
+        if self.args.total_timesteps < steps:
+            refuse(f"--total-timesteps {self.args.total_timesteps}: must be at least one {unit}, {steps} steps")
+        if self.progress.setdefault(f"{unit}_steps", steps) != steps:
+            refuse(f"--resume {self.args.resume}: was started with another number of processes; use as many as then")
+        return self.args.total_timesteps // steps * steps
 
-    # --- the workflow: reincarnation, fine-tuning or tabula rasa; the offline phase counts its updates up to step 0 ---
-    taught = not args.finetune and args.teacher != "none"
-    rate, last_rate, n_step = (6.25e-5, 6.25e-5, 3)
-    if args.finetune:
-        rate, last_rate, n_step = (1e-5, 1e-5, 1)
-    if taught:
-        rate, last_rate, n_step = (1e-4, 1e-5, 3)
-    if args.learning_rate is not None:
-        rate, last_rate = args.learning_rate, last_rate if taught else args.learning_rate
-    last_rate = last_rate if args.final_learning_rate is None else args.final_learning_rate
-    n_step = args.n_step or n_step
-    offline_steps = args.offline_steps if taught else 0
-    total_timesteps = args.total_timesteps // args.num_envs * args.num_envs
-    if total_timesteps == offline_steps == 0:
-        refuse("--total-timesteps 0: leaves nothing to do without a teacher and --offline-steps; raise one of them")
-    if total_timesteps == 0 and args.save_replay:
-        refuse("--save-replay: the offline phase plays nothing to save; raise --total-timesteps, or leave it out")
+    def restore(self, state, sharding=None):
+        """A new state, or the checkpoint's, on the devices."""
+        if self.checkpoint:
+            state = flax.serialization.from_state_dict(state, self.checkpoint["state"])
+        # By way of numpy copies: parameters and their target begin equal, but must not share memory, which is donated.
+        return jax.device_put(jax.tree.map(np.array, state), sharding)
 
-    def epsilon(step: int) -> float:
-        """Falls from 1 once learning starts, but for a student that has learned offline, or before."""
-        if args.finetune or offline_steps:
-            return args.epsilon
-        decay = args.learning_starts, args.learning_starts + args.epsilon_decay_steps
-        return float(np.interp(step, decay, (1.0, args.epsilon)))
+    def open(self, **told: str):
+        """Makes the run folder, with arguments, versions and this script in it, or goes on in it; begins the log."""
+        if jax.process_index() > 0:
+            return
+        args, here, stamp = self.args, Path(__file__).resolve(), int(time.time())
+        name = str(Path(args.runs_dir) / f"{args.env_id}__{args.exp_name}__{args.seed}__")
+        while Path(f"{name}{stamp}").exists():
+            stamp += 1
+        self.folder = Path(args.resume or f"{name}{stamp}")
+        git = subprocess.run("git rev-parse HEAD", shell=True, cwd=here.parent, capture_output=True, text=True)
+        versions = {name: metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax", "numpy", "envpool")}
+        versions |= {"python": sys.version.split()[0], "device": jax.devices()[0].device_kind, "cpus": os.cpu_count()}
+        try:
+            if not args.resume:
+                self.folder.mkdir(parents=True)
+                write_whole(self.folder / here.name, here.read_bytes())
+                for name, facts in ("args", vars(args)), ("versions", versions | {"git_commit": git.stdout.strip()}):
+                    (self.folder / f"{name}.json").write_text(json.dumps(facts, indent=2) + "\n")
+        except OSError as error:
+            refuse(f"--runs-dir {args.runs_dir}: cannot write {self.folder} ({error.strerror}); name a writable folder")
+        path, self.t0 = self.folder / "metrics.csv", time.time() - self.progress["wall_seconds"]
+        rows = path.read_text().splitlines(keepends=True)[1:] if path.exists() else []
+        # A resumed run forgets the rows that its checkpoint has not seen, and a last line cut short by a kill.
+        rows = [row for row in rows if row.endswith("\n") and int(row.split(",")[0]) <= self.step]
+        write_whole(path, ("global_step,wall_seconds,metric,value\n" + "".join(rows)).encode())
+        self.csv, self.events = path.open("a"), SummaryWriter(str(self.folder), purge_step=self.step + 1)
+        if args.track:
+            import wandb
 
-    if not progress:
-        progress = {"global_step": -offline_steps, "wall_seconds": 0.0, "last_returns": []}
-        progress |= {"distill_weight": float(taught), "teacher_score": None}
-    global_step, lambda_ = progress["global_step"], progress["distill_weight"]
+            names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "id": self.folder.name}
+            self.wandb = wandb.init(config=vars(args), resume="allow", reinit="finish_previous", **names)
+            self.wandb.define_metric("*", step_metric="global_step")
+        for name, text in {"run folder": self.folder, **told}.items():
+            print(f"{name:<13}{text}", flush=True)
 
-    # --- environment and student ---
-    env = make_game(args, args.num_envs, (args.seed, max(global_step, 0)))
-    num_actions, obs_shape = int(env.action_space.n), env.observation_space.shape
-    network = QNetwork(args.network, num_actions)
-    init_key, act_key, eval_key = jax.random.split(jax.random.key(args.seed), 3)
-    params = network.init(init_key, np.zeros((1, *obs_shape), np.uint8))
-    optimizer = optax.scale_by_adam(eps=1.5e-4)  # the learning rate follows lambda, not the number of updates
-    state = QState.create(apply_fn=network.apply, params=params, tx=optimizer, target_params=params)
-    if args.finetune and not checkpoint:
-        saved, source = read_checkpoint("--finetune", args.finetune)
-        for name in "network", "env_id", "protocol":
-            if saved.get(name) != getattr(args, name):
-                refuse(f"--{name.replace('_', '-')} {getattr(args, name)}: --finetune goes on with {saved.get(name)}")
-        state = flax.serialization.from_state_dict(state, source["state"])
-    if checkpoint:
-        state = flax.serialization.from_state_dict(state, checkpoint["state"])
-    # By way of numpy copies: online and target parameters begin equal, but must not share memory.
-    state = jax.device_put(jax.tree.map(np.array, state))
-    updates = int(state.step)
+    def __enter__(self):
+        self.values, self.counts, self.since = defaultdict(list), defaultdict(int), (time.time(), self.step)
+        signals = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+        self.handlers = {s: signal.signal(s, self.interrupt) for s in signals}
 
-    # --- teacher, and data from files: what is wrong with them is said before any time is spent ---
-    def new_replay(rows: int = args.replay_capacity // args.num_envs, num_envs: int = args.num_envs) -> ReplayBuffer:
-        return ReplayBuffer(num_envs, rows, obs_shape[1:], num_actions)
-
-    mentor, folder, data_protocol = None, None, {}
-    replay, protocol, limit = new_replay(), PROTOCOLS[args.protocol], args.max_episode_steps
-    try:
-        if taught:
-            random_score = teachers.scores_of(args.env_id).random
-            path = args.teacher or teachers.bundled_teacher(args.env_id)
-            mentor = Mentor(teachers.load_teacher(path, num_actions=num_actions), args.temperature)
-            told = mentor.teacher.protocol
-            if game_of(told.get("env_id", args.env_id)) != game_of(args.env_id):
-                refuse(f"--teacher {path}: it learned {told['env_id']}, not {args.env_id}; choose one of this game")
-        if global_step < 0:
-            folder = args.teacher_data or teachers.replay_beside(path)
-        if args.finetune and not checkpoint:
-            folder = teachers.replay_beside(args.finetune)
-        if folder:
-            newest = args.collect_steps if taught else args.replay_capacity // args.num_envs * args.num_envs
-            data = teachers.load_replay(folder, num_actions=num_actions, start=-newest)
-            if game_of(data.protocol.get("env_id", args.env_id)) != game_of(args.env_id):
-                refuse(f"{folder}: data of {data.protocol['env_id']}, not of {args.env_id}; choose those of this game")
-            data_protocol = data.protocol
-            if taught:
-                replay = new_replay(len(data.action), 1)
-            if len(data.action) >= len(replay.action):
-                replay.fill(data, n_step)
-            if not replay.known(*np.indices(replay.action.shape), n_step).any():
-                refuse(f"{folder}: its {len(data.action)} rows hold no window of {n_step} steps; name longer data")
-            del data
-    except teachers.TeacherError as error:
-        refuse(f"{'--teacher, --teacher-data' if taught else '--finetune'}: {error}")
-
-    # --- run folder and log ---
-    run_dir = Path(args.resume) if args.resume else make_run_dir(args)
-    logger = Logger(args, run_dir, global_step, progress["wall_seconds"])
-    print(f"run folder   {run_dir}\n"
-          f"environment  {args.env_id}: 4 grey frames of 84 x 84, {num_actions} actions (minimal), limit {limit} steps "
-          f"= {4 * limit} frames, {', '.join(f'{name} {x}' for name, x in protocol.items())}, "
-          "rewards clipped for learning only\n"
-          f"plan         {offline_steps:,} offline updates, {total_timesteps:,} steps in {args.num_envs} environments, "
-          f"on {jax.devices()[0].device_kind}, from {global_step:,}, "
-          f"up to {args.replay_capacity * 7056 / 1e9:.1f} GB of replay"
-          f"{' (resumed: new games, and an empty replay online)' if checkpoint else ''}", flush=True)  # fmt: skip
-    if args.finetune and not checkpoint:
-        print(f"data         {len(replay):,} steps from {folder}" if folder else
-              "data         that run kept no replay (--save-replay), so it begins with an empty one")  # fmt: skip
-
-    # --- the teacher's score and data ---
-    if mentor:
-        print(
-            f"teacher      {mentor.teacher.source}: {mentor.teacher.network} network, {mentor.teacher.kind}", flush=True
-        )
-        for who, told in ("the teacher learned", mentor.teacher.protocol), ("the data were played", data_protocol):
-            told = PROTOCOLS.get(told.get("protocol"), {}) | told
-            if any(told.get(name, x) != x for name, x in protocol.items()):
-                print(f"warning      {who} under another protocol: {told}")
-        if progress["teacher_score"] is None:
-            print(f"             is evaluated, {args.eval_steps:,} steps or more", flush=True)
-            rng, entropy = np.random.default_rng((args.seed, 2**31)), (args.seed, 2**31)
-            returns = play(args, lambda obs, _: mentor.act(mentor.policy(obs), rng, args.eval_epsilon), entropy)
-            progress["teacher_score"] = float(returns.mean())
-            print(f"             {returns.mean():.2f} +- {returns.std():.2f} in {len(returns)} whole games", flush=True)
-        if progress["teacher_score"] <= random_score:
-            refuse(f"--teacher: its score is {progress['teacher_score']:.2f}, a random policy's {random_score}; choose "
-                   "another, or another --protocol")  # fmt: skip
-    if global_step < 0 and folder:
-        print(f"data         {len(replay):,} steps from {folder}", flush=True)
-        replay.ask(mentor.policy)
-    elif global_step < 0:
-        again = " (again: checkpoints hold none)" if checkpoint else ""
-        print(f"data         none beside the teacher: it plays {args.collect_steps:,} steps{again}; the paper's data "
-              "are of all its training", flush=True)  # fmt: skip
-        replay = new_replay(args.collect_steps // args.num_envs)
-        collect(args, mentor, replay)
-    pending, last_returns = defaultdict(list), deque(progress["last_returns"], maxlen=20)
-    (obs, _), game_return, game_length = env.reset(), np.zeros(args.num_envs), np.zeros(args.num_envs, int)
-    ended = np.zeros(args.num_envs, bool)
-
-    def evaluate_student(film: Path | None = None) -> np.ndarray:
-        choose = partial(greedy, network.apply, state.params)
-        key = jax.random.fold_in(eval_key, updates)
-        act = lambda obs, step: np.asarray(choose(obs, key, step, args.eval_epsilon))  # noqa: E731
-        returns = play(args, act, (args.seed, 2**31, updates), film)
-        logger.log(global_step, {"eval/episodic_return": returns.mean(), "eval/episodic_return_std": returns.std()})
-        print(f"evaluation: {returns.mean():.2f} +- {returns.std():.2f} over {len(returns)} whole games", flush=True)
-        return returns
-
-    # --- learn, until the end or the first Ctrl-C (or SIGTERM); a second one does not wait ---
-    interrupted = threading.Event()
-
-    def interrupt(*_):
-        interrupted.set()
+    def interrupt(self, *_):
+        self.interrupted = True
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    in_main = threading.current_thread() is threading.main_thread()
-    old_handlers = {s: signal.signal(s, interrupt) for s in (signal.SIGINT, signal.SIGTERM)} if in_main else {}
-    logged_at, logged_step, logged_updates = time.time(), global_step, updates
-    last = global_step >= total_timesteps
-    try:
-        while not last:
-            start = time.time()
-            if global_step < 0:  # offline: nothing but updates
-                made = due = min(args.updates_per_call, -global_step)
-            else:
-                policy = mentor.policy(obs) if lambda_ > 0 else 0.0  # a student past its teacher does not ask
-                explore = act_key, global_step, epsilon(global_step)
-                action = np.asarray(greedy(network.apply, state.params, obs, *explore))  # sync
-                next_obs, reward, terminated, truncated, game_over, game_reward = step_env(env, action)
-                replay.add(obs, action, reward, terminated, truncated, game_over, policy)
-                game_return += game_reward
-                game_length += ~ended
-                pending["charts/episodic_return"] += game_return[game_over].tolist()
-                pending["charts/episodic_length"] += game_length[game_over].tolist()
-                last_returns.extend(game_return[game_over].tolist())
-                game_return[game_over], game_length[game_over] = 0, 0
-                obs, ended, made = next_obs, terminated | truncated, args.num_envs
-                due = (global_step + made) // args.train_frequency - global_step // args.train_frequency
-                due = due if len(replay) >= args.learning_starts else 0
-                pending["time/act"].append(time.time() - start)
-            if due:
-                start = time.time()
-                rng = np.random.default_rng((args.seed, updates))  # so a resumed run goes on with the same stream
-                chosen = replay.sample(rng, (due, args.batch_size), n_step)
-                batches = replay.transitions(*chosen, n_step, args.gamma)
-                pending["time/sample"].append(time.time() - start)
-                learning_rate = lambda_ * rate + (1 - lambda_) * last_rate
-                state, metrics = q_learn(state, batches, learning_rate, lambda_, dqn_loss, args)
-                updates += due
-                for name, value in metrics.items():
-                    pending[name].append(value)
-            global_step += made
-            last = global_step >= total_timesteps or interrupted.is_set()
-            if global_step == 0 and offline_steps:  # the student goes on with a replay of its own
-                replay = new_replay()
-                state = state.replace(target_params=jax.tree.map(jnp.copy, state.params))
-
-            if global_step % args.iteration_steps < made and global_step < total_timesteps:
-                start = time.time()
-                returns = evaluate_student()
-                logged_at += time.time() - start  # not the training's time
-                if global_step > 0 and mentor:
-                    scores = returns.mean(), progress["teacher_score"], random_score
-                    lambda_ = distill_weight(lambda_, *scores, global_step, args.wean_steps)
-            if global_step >= args.wean_steps:
-                lambda_ = 0.0
-            save_now = last or global_step % args.checkpoint_every < made
-            if save_now or global_step % args.log_every < made:
-                means = {name: float(np.mean(np.concatenate([np.ravel(x) for x in values])))
-                         for name, values in jax.device_get(dict(pending)).items() if values}  # fmt: skip  # sync
-                pending.clear()
-                bad = [name for name, value in means.items() if not np.isfinite(value)]
-                if bad:
-                    good = run_dir / "checkpoint.msgpack"
-                    good = f"last good checkpoint: {good}" if good.is_file() else "no checkpoint was saved before"
-                    refuse(f"{bad[0]} is not finite at step {global_step}, so the run stopped without saving; {good}; "
-                           "a new run with a lower --learning-rate may help", code=1)  # fmt: skip
-                seconds = time.time() - logged_at
-                speed, update_speed = (global_step - logged_step) / seconds, (updates - logged_updates) / seconds
-                logged_at, logged_step, logged_updates = time.time(), global_step, updates
-                means |= {"charts/updates_per_second": update_speed, "charts/distill_weight": lambda_}
-                means["charts/learning_rate"] = lambda_ * rate + (1 - lambda_) * last_rate
-                if mentor:
-                    means["charts/teacher_score"] = progress["teacher_score"]
-                online = global_step > 0
-                if online:
-                    means |= {"charts/SPS": speed, "charts/epsilon": epsilon(global_step)}
-                if len(last_returns) == 20:
-                    means["charts/episodic_return_20"] = float(np.mean(last_returns))
-                logger.log(global_step, means)
-                left, of = (total_timesteps - global_step, total_timesteps) if online else (-global_step, offline_steps)
-                returned = means.get("charts/episodic_return_20", np.nan)
-                td_loss, distill_loss = (means.get(f"losses/{name}", np.nan) for name in ("td_loss", "distill_loss"))
-                playing = f"return (20 games) {returned:8.2f}   SPS {speed:5.0f}   " if online else ""
-                print(f"{'online' if online else 'offline'} step {global_step:>10,} {1 - left / of:4.0%}   {playing}"
-                      f"updates/s {update_speed:5.0f}   lambda {lambda_:4.2f}   td loss {td_loss:7.4f}   distill loss "
-                      f"{distill_loss:7.4f}   {left / speed / 60:4.0f} min left", flush=True)  # fmt: skip
-            if save_now:
-                progress |= {"global_step": global_step, "last_returns": list(last_returns), "distill_weight": lambda_}
-                progress["wall_seconds"] = time.time() - logger.started
-                save_checkpoint(run_dir, state, progress)
-    finally:
-        for s, handler in old_handlers.items():
+    def __exit__(self, kind, error, trace):
+        if error and jax.process_count() > 1:  # an orderly exit would wait minutes for the other processes
+            if not isinstance(error, SystemExit):
+                sys.excepthook(kind, error, trace)
+            os._exit(getattr(error, "code", 1))
+        for s, handler in self.handlers.items():
             signal.signal(s, handler)
 
-    # --- evaluate and save ---
-    result = {"final_return": float(np.mean(last_returns)) if last_returns else None, "eval_return": None}
-    result |= {"teacher_score": progress["teacher_score"], "global_step": global_step, "run_dir": run_dir}
-    if global_step < total_timesteps:
-        print(f"interrupted at step {global_step}; continue with --resume {run_dir}")
+    def add(self, metrics: dict, **counts: int):
+        """Collects what the next log shows: values, to be averaged, and counts, to be divided by the seconds."""
+        for name, values in metrics.items():
+            self.values[name].append(values)
+        for name, n in counts.items():
+            self.counts[f"charts/{name}"] += n
+        self.last_returns = [*self.last_returns, *metrics.get("charts/episodic_return", ())][-20:]
+
+    def due(self, step: int, made: int, end: int, begin: int = 0) -> bool:
+        """After each round of `made` steps, of those from begin to end: whether to log now. Takes note of Ctrl-C."""
+        # All processes leave the training together: any that stayed would wait for ever.
+        self.step, self.stop = step, bool(multihost_utils.process_allgather(np.array(self.interrupted)).any())
+        self.span, self.save_now = (begin, end), step >= end or self.stop or step % self.args.checkpoint_every < made
+        due = self.save_now or step % self.args.log_every < made
+        self.values = jax.device_get(dict(self.values)) if due else self.values  # sync
+        return due
+
+    def log(self, state, metrics: dict[str, float], line: str):
+        """A row of each metric, a line on the console, and a checkpoint if it is time; of finite numbers only."""
+        values = {name: np.concatenate([np.ravel(x) for x in parts]) for name, parts in self.values.items()}
+        step, means = self.step, {name: float(np.mean(x)) for name, x in values.items() if x.size}
+        if bad := [name for name, value in means.items() if not np.isfinite(value)]:
+            good = self.folder / "checkpoint.msgpack" if self.folder else Path()
+            good = f"last good checkpoint: {good}" if good.is_file() else "no checkpoint was saved before"
+            refuse(f"{bad[0]} is not finite at step {step}, so the run stopped without saving; {good}; "
+                   "a new run with a lower --learning-rate may help", code=1)  # fmt: skip
+        seconds, steps, (begin, end) = time.time() - self.since[0], step - self.since[1], self.span
+        means |= {name: n / seconds for name, n in self.counts.items()} | metrics
+        if len(self.last_returns) == 20:
+            means["charts/episodic_return_20"] = float(np.mean(self.last_returns))
+        told = {"step": step, "share": (step - begin) / (end - begin), "left": (end - step) / steps * seconds / 60}
+        self.write(means, line.format_map(defaultdict(lambda: np.nan, means | told)))
+        self.values, self.counts, self.since = defaultdict(list), defaultdict(int), (time.time(), step)
+        if self.save_now and self.folder:
+            self.progress.update(global_step=step, last_returns=self.last_returns, wall_seconds=time.time() - self.t0)
+            saved = {"script": Path(__file__).stem, "progress": self.progress}
+            saved["state"] = flax.serialization.to_state_dict(state)
+            data = flax.serialization.msgpack_serialize(jax.device_get(saved))
+            write_whole(self.folder / "checkpoint.msgpack", zlib.crc32(data).to_bytes(4, "big") + data)
+
+    def write(self, metrics: dict[str, float], line: str):
+        if self.folder:
+            for name, value in metrics.items():
+                self.csv.write(f"{self.step},{time.time() - self.t0:.2f},{name},{value:.8g}\n")
+                self.events.add_scalar(name, value, self.step)
+            self.csv.flush()
+            print(line, flush=True)
+            if self.args.track and metrics:
+                self.wandb.log(metrics | {"global_step": self.step})
+
+    def evaluated(self, returns: np.ndarray) -> float:
+        mean, std = float(returns.mean()), float(returns.std())
+        numbers = {"eval/episodic_return": mean, "eval/episodic_return_std": std}
+        self.write(numbers, f"evaluation: {mean:.2f} +- {std:.2f} over {len(returns)} whole games")
+        return mean
+
+    def end(self, total: int, params, evaluate, **model) -> dict:
+        """Saves the model of a run that is complete, and evaluates it; the result of main."""
+        final_return = float(np.mean(self.last_returns)) if self.last_returns else None
+        result = {"final_return": final_return, "eval_return": None, "global_step": self.step, "run_dir": self.folder}
+        if self.step < total:
+            self.write({}, f"interrupted at step {self.step}; continue with --resume {self.folder}")
+            return result
+        if self.args.save_model and self.folder:
+            model |= {"format": f"{Path(__file__).stem} 1", "args": json.dumps(vars(self.args)), "params": params}
+            write_whole(self.folder / "model.msgpack", flax.serialization.msgpack_serialize(jax.device_get(model)))
+        if self.args.eval_episodes:
+            result["eval_return"] = self.evaluated(evaluate())
         return result
-    if args.save_model:
-        model = {"format": f"{Path(__file__).stem} 1", "args": json.dumps(asdict(args))}
-        model["params"] = jax.device_get(state.params)
-        write_whole(run_dir / "model.msgpack", flax.serialization.msgpack_serialize(model))
-    # The replay first: a resumed run can make up for an evaluation, not for the replay.
-    if args.save_replay and len(replay) == 0:
-        print("nothing to save: no step was played since the run was resumed")
-    elif args.save_replay:
-        print(f"saves the {len(replay):,} steps in the replay", flush=True)
-        shards = (replay.export(i, {"env_id": args.env_id, "protocol": args.protocol}) for i in range(args.num_envs))
-        try:
-            teachers.save_replay(run_dir / "replay", shards, args.num_envs)
-        except (OSError, teachers.TeacherError) as error:
-            refuse(f"--save-replay: {error}; the model is saved", code=1)
-    returns = evaluate_student(run_dir if args.capture_video else None)
-    return result | {"eval_return": float(returns.mean())}
 
 
 if __name__ == "__main__":

@@ -101,7 +101,7 @@ def roofline(quick: bool) -> list[tuple]:
         state = script.TrainState.create(
             apply_fn=model.apply, params=params, target_params=params, kl_coef=np.float32(0), tx=optax.adam(1e-4)
         )
-        batch = jax.device_put(script.first_visit(state, rollout, args))
+        batch = jax.device_put(script.evaluate_batch(state, rollout, args))
         loss = jax.jit(jax.value_and_grad(script.impact_loss, has_aux=True), static_argnames="args")
         cost = loss.lower(params, state, batch, args).compile().cost_analysis() or {}
         took, flops = seconds(lambda: loss(params, state, batch, args)), cost.get("flops", float("nan"))  # noqa: B023

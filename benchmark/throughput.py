@@ -64,11 +64,11 @@ def learn_rollouts(state, rollouts: list, rng: np.random.Generator, args: script
     """A generation's work: N rollouts are evaluated by the target network, and visited K times each."""
     if ATARI:
         for rollout in rollouts:
-            batch = script.first_visit(state, rollout, args)
+            batch = script.evaluate_batch(state, rollout, args)
             rows = script.deal_rows(rng, args.passes, args.num_envs, args)
             state, _ = script.learn(state, batch, rows, script.impact_loss, args)
         return state
-    slots = script.fill_buffer(*(script.target_evaluation(state, rollout, args) for rollout in rollouts))
+    slots = script.fill_buffer(*(script.evaluate_task_batch(state, rollout, args) for rollout in rollouts))
     for i in range(len(rollouts)):
         rows = script.deal_rows(rng, args.passes, args.num_envs, args)
         order = (i * args.passes + np.arange(args.passes)).repeat(args.num_minibatches) % len(rollouts)
@@ -86,10 +86,10 @@ def main(bench: Benchmark):
     )
     state = jax.device_put(jax.tree.map(np.array, state))
     scales = tuple(np.ones((), np.float32) for _ in range(3))  # a normaliser that changes nothing
-    device, exchange, rng = jax.local_devices()[0], script.Exchange(1), np.random.default_rng(0)
+    device, exchange, rng = jax.local_devices()[0], script.Exchange(1, jax.local_devices()[0]), np.random.default_rng(0)
 
     def publish():
-        exchange.publish(state.params if ATARI else (state.params, jax.device_put(scales, device)), 0, device)
+        exchange.publish(state.params if ATARI else (state.params, jax.device_put(scales, device)), 0)
 
     publish()
     worker = (script.Worker if ATARI else script.TaskWorker)(args, network.apply, (0,), jax.random.key(1))

@@ -78,7 +78,7 @@ def bare_update(args, replay, n_step: int, updates: int) -> float:
     batches = replay.transitions(*chosen, n_step, args.gamma)
     loss = script.rainbow_loss if RAINBOW else script.dqn_loss
     if RAINBOW:
-        batches = script.WeightedTransitions(batches, np.ones((50, args.batch_size), np.float32))
+        batches = batches, np.ones((50, args.batch_size), np.float32)
     batches = [jax.device_put(jax.tree.map(itemgetter(i), batches)) for i in range(50)]
     state = new_state(args, replay.teacher_policy.shape[-1])
     for i in range(updates + 50):

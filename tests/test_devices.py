@@ -44,7 +44,7 @@ def update(devices, envs=slice(None)) -> dict[str, np.ndarray]:
     )
     state = jax.device_put(jax.tree.map(np.array, state), replicated)
     rollout = jax.tree.map(lambda x: jax.make_array_from_process_local_data(by_env, x[envs]), rollout)
-    batch = script.first_visit(state, rollout, ARGS)
+    batch = script.evaluate_batch(state, rollout, ARGS)
     rows = script.deal_rows(np.random.default_rng(1), 2, B, ARGS)
     state, _ = script.learn(state, batch, rows, script.impact_loss, ARGS)
     state = script.end_generation(state, (jax.numpy.float32(0.1),), ARGS, update_target=True)
@@ -143,8 +143,8 @@ def test_no_frame_leaves_its_device():
     state = TrainState.create(apply_fn=network.apply, params=params, target_params=params, kl_coef=np.float32(0),
                               tx=optax.sgd(0.1))  # fmt: skip
     state = jax.device_put(jax.tree.map(np.array, state), replicated)
-    evaluate = script.first_visit.lower(state, Rollout(**zeros), ARGS).compile()
-    batch = script.first_visit(state, Rollout(**zeros), ARGS)
+    evaluate = script.evaluate_batch.lower(state, Rollout(**zeros), ARGS).compile()
+    batch = script.evaluate_batch(state, Rollout(**zeros), ARGS)
     rows = script.deal_rows(np.random.default_rng(0), 1, 8, ARGS)
     choose = script.take_rows.lower(batch, rows[0]).compile()
     step = script.sgd_step.lower(state, script.take_rows(batch, rows[0]), script.impact_loss, ARGS).compile()

@@ -124,7 +124,6 @@ def test_resume_refuses_missing_damaged_and_foreign_runs(script, killed_run, tmp
         (run_dir / "checkpoint.msgpack").write_bytes(data)
         assert "damaged" in refused(run_dir)
     run_dir = shutil.copytree(killed_run, tmp_path / "foreign")
-    script.save_checkpoint(run_dir, {}, {})
     name = script.__name__.encode()
     content = (run_dir / "checkpoint.msgpack").read_bytes()[4:].replace(name, b"x" * len(name))
     (run_dir / "checkpoint.msgpack").write_bytes(zlib.crc32(content).to_bytes(4, "big") + content)
@@ -139,7 +138,7 @@ def test_resume_refuses_missing_damaged_and_foreign_runs(script, killed_run, tmp
 def test_a_resumed_run_has_the_whole_state(script, killed_run, tmp_path):
     """Resuming and interrupting at once changes nothing: parameters, target, Adam's moments, counters, KL weight."""
     run_dir = shutil.copytree(killed_run, tmp_path / "copy")
-    _, checkpoint = script.load_checkpoint(script.Args(resume=str(run_dir)))
+    checkpoint = script.Run(script.Args(resume=str(run_dir))).checkpoint
     seen = {}
 
     def capture(state, *_):
@@ -147,7 +146,7 @@ def test_a_resumed_run_has_the_whole_state(script, killed_run, tmp_path):
         raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:
-        first = {impact_atari: "first_visit", impala_atari: "sgd_step", ppo_atari: "with_advantages"}[script]
+        first = {impact_atari: "evaluate_batch", impala_atari: "sgd_step", ppo_atari: "with_advantages"}[script]
         patch.setattr(script, first, capture)
         with pytest.raises(KeyboardInterrupt):
             script.main(script.Args(resume=str(run_dir)))
@@ -171,7 +170,7 @@ def test_ctrl_c_saves_a_checkpoint_and_says_how_to_go_on(script, tmp_path):
     assert process.returncode == 0 and "Traceback" not in err
     last = out.strip().splitlines()[-1]
     assert last.startswith("interrupted at step") and "--resume" in last
-    args, checkpoint = script.load_checkpoint(script.Args(resume=last.split("--resume ")[1]))
+    checkpoint = script.Run(script.Args(resume=last.split("--resume ")[1])).checkpoint
     assert f"step {checkpoint['progress']['global_step']};" in last
 
 
@@ -190,7 +189,7 @@ def test_nan_stops_the_run_and_keeps_the_last_good_checkpoint(script, monkeypatc
     run_dir = next(tmp_path.iterdir())
     error = capsys.readouterr().err
     assert caught.value.code == 1 and "not finite at step" in error and str(run_dir) in error and "losses/" in error
-    _, checkpoint = script.load_checkpoint(script.Args(resume=str(run_dir)))
+    checkpoint = script.Run(script.Args(resume=str(run_dir))).checkpoint
     assert all(np.isfinite(x).all() for x in flax.traverse_util.flatten_dict(checkpoint["state"]["params"]).values())
     assert not (run_dir / "model.msgpack").exists()
 
@@ -273,13 +272,11 @@ def test_run_folder_holds_what_design_promises(script, monkeypatch, tmp_path):
     assert list((tmp_path / "wandb").glob("offline-run-*"))
 
 
-def test_evaluation_writes_a_gif_of_one_whole_game(tmp_path, script=impact_atari):  # shared by all scripts
+def test_evaluation_writes_a_gif_of_one_whole_game(tmp_path, script=impact_atari):  # the same in all scripts
     from PIL import Image
 
-    args = script.Args(frame_size=42, eval_episodes=2, capture_video=True, max_episode_steps=60)
-    network = script.ActorCritic("shallow", 6)
-    params = network.init(jax.random.key(0), np.zeros((1, 4, 42, 42), np.uint8))
-    returns = script.evaluate(args, network.apply, params, jax.random.key(1), tmp_path)
+    env = script.make_env(script.Args(frame_size=42, max_episode_steps=60), 2, (0,), render=True)
+    returns = script.play(2, env, script.step_env, lambda obs, i: np.full(2, i % 6), film=tmp_path)
     assert returns.shape == (2,) and (returns <= 0).all()
     with Image.open(tmp_path / "eval.gif") as gif:
         assert gif.n_frames > 20 and gif.size == (160, 210)

@@ -13,7 +13,7 @@ from micro_envs import MatchTheBit, install
 from traces import CLOSE, dirty, log_softmax, random_columns, random_trace, slow_v_gae, tiny_apply, tiny_params
 
 import impact_atari as script
-from impact_atari import ActorCritic, Args, Rollout, TrainState, impact_loss, log_ratio, surrogate, traverse, v_gae
+from impact_atari import ActorCritic, Args, Rollout, TrainState, impact_loss, log_ratio, surrogate, v_gae
 
 
 @pytest.mark.parametrize("lambda_, c_bar", [(0.0, 1.0), (0.8, 1.0), (1.0, 1.0), (0.8, 2.0)])
@@ -106,7 +106,7 @@ def test_loss_equals_numpy(ratio, norm_adv):
     live, target, worker = (tiny_params(rng) for _ in range(3))
     args = Args(ratio=ratio, norm_adv=norm_adv, kl_coef=0.7, gae_lambda=0.9)
     rollout = random_batch(rng, worker)
-    batch = script.first_visit(tiny_state(live, target), rollout, args)
+    batch = script.evaluate_batch(tiny_state(live, target), rollout, args)
     loss, metrics = impact_loss(live, tiny_state(live, target, 0.7), batch, args)
 
     B, T = rollout.mask.shape
@@ -144,7 +144,7 @@ def test_zero_lag_impact_is_ppo():
     params = tiny_params(rng)
     args = Args(gae_lambda=0.95, clip_coef=0.2, vf_coef=0.5)
     rollout = random_batch(rng, params)
-    batch = script.first_visit(tiny_state(params, params), rollout, args)
+    batch = script.evaluate_batch(tiny_state(params, params), rollout, args)
     impact = jax.value_and_grad(lambda p: impact_loss(p, tiny_state(params, params), batch, args)[0])
 
     B, T = rollout.mask.shape
@@ -183,7 +183,7 @@ def test_masked_rows_have_no_influence():
     clean["discount"] = np.where(clean["cut"], 0.0, clean["discount"])  # terminations: no row needs the dummy's frame
 
     def loss_and_grad(rollout):
-        batch = script.first_visit(tiny_state(live, target), rollout, args)
+        batch = script.evaluate_batch(tiny_state(live, target), rollout, args)
         grad_fn = jax.value_and_grad(impact_loss, has_aux=True)
         (loss, metrics), grads = grad_fn(live, tiny_state(live, target, 1.0), batch, args)
         return loss, metrics, grads
@@ -200,10 +200,10 @@ def test_a_truncation_bootstraps_from_the_dummy_rows_frame():
     rollout.cut[0, 0], rollout.mask[0, 1] = True, False
     changed = replace(rollout, obs=rollout.obs.copy())
     changed.obs[0, 1] = 255 - changed.obs[0, 1]
-    a, b = (script.first_visit(tiny_state(params, params), r, Args()).value_target for r in (rollout, changed))
+    a, b = (script.evaluate_batch(tiny_state(params, params), r, Args()).value_target for r in (rollout, changed))
     assert abs(a[0, 0] - b[0, 0]) > 1e-3
     ended = replace(changed, discount=np.where(changed.cut, 0, changed.discount).astype(np.float32))
-    c = script.first_visit(tiny_state(params, params), ended, Args()).value_target
+    c = script.evaluate_batch(tiny_state(params, params), ended, Args()).value_target
     np.testing.assert_allclose(c[0, 0], rollout.reward[0, 0], rtol=1e-5)
 
 
@@ -227,14 +227,6 @@ def test_kl_weight_adapts_and_target_is_a_copy():
 # --- the circular buffer ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("N, K", [(1, 2), (4, 2), (3, 5)])
-def test_traverse_visits_each_batch_k_times_round_robin(N, K):
-    fresh, log = iter(range(1000)), []
-    for _ in range(3):
-        log.append(list(traverse(lambda: next(fresh), N, K)))
-    assert log == [list(range(g * N, g * N + N)) * K for g in range(3)]
-
-
 @pytest.mark.parametrize("N, K, period", [(1, 2, 1), (3, 4, 1), (2, 2, 3)])
 def test_main_visits_swaps_and_caches_as_specified(monkeypatch, tmp_path, N, K, period):
     """What `main` really does: K visits of each batch, round-robin; the target moves every period * N * K visits and at
@@ -243,7 +235,7 @@ def test_main_visits_swaps_and_caches_as_specified(monkeypatch, tmp_path, N, K, 
     learn, end_generation, events, swaps = script.learn, script.end_generation, [], []
 
     def spy_learn(state, batch, rows, loss_fn, args):
-        again = script.first_visit(state, batch.rollout, args)
+        again = script.evaluate_batch(state, batch.rollout, args)
         jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), again, batch)
         target = np.concatenate([np.ravel(x) for x in jax.tree.leaves(state.target_params)])
         fingerprint = int(np.array(batch.rollout.logp).view(np.uint32).sum())
@@ -302,11 +294,11 @@ def trained(monkeypatch, live=False, rolled=False):
     live_params, target, worker = (tiny_params(rng, 0.3) for _ in range(3))
     args = Args(num_envs=5, num_steps=8, num_minibatches=2, value_target="live" if live else "target", gae_lambda=0.9)
     state, rollout = tiny_state(live_params, target), random_batch(rng, worker)
-    batch = script.first_visit(state, rollout, args)
+    batch = script.evaluate_batch(state, rollout, args)
     rows = script.deal_rows(np.random.default_rng(1), 2, 5, args)
     learn = script.sgd_steps_in_one_call if rolled else script.learn
     if live:
-        batch = script.with_live_critic(state, batch, args)
+        batch = script.evaluate_batch(state, batch.rollout, args, batch.target_logits)
     state, metrics = learn(state, batch, rows, impact_loss, args)
     return batch, jax.device_get((state.params, metrics)), (live_params, rollout, rows, args)
 
@@ -408,8 +400,8 @@ def test_actor_writes_the_rows_that_the_environments_played(monkeypatch):
     np.testing.assert_allclose(rollouts[1][0].logp[0], expected, **CLOSE)
 
 
-def test_evaluation_counts_the_first_whole_game_of_each_environment_unclipped(monkeypatch, tmp_path):
-    monkeypatch.setattr(script, "make_env", lambda *_, **__: Scripted())
+def test_evaluation_counts_the_first_whole_game_of_each_environment_unclipped():
     params = tiny_params(np.random.default_rng(0))
-    returns = script.evaluate(Args(eval_episodes=2), tiny_apply, params, jax.random.key(0), None)
-    np.testing.assert_array_equal(returns, [6.0, 4.0])
+    act = lambda obs, i: np.array(script.policy_step(tiny_apply, params, obs, jax.random.key(0), i)[0])  # noqa: E731
+    returns = script.play(2, Scripted(), script.step_env, act)
+    assert sorted(returns) == [4.0, 6.0]

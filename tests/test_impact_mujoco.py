@@ -101,8 +101,8 @@ def test_worker_writes_what_was_played_normalised_by_one_frozen_normaliser(monke
     network, params = tiny_policy()
     worker = script.TaskWorker(Args(num_envs=3, num_steps=4, gamma=GAMMA), network.apply, (0,), jax.random.key(1))
     mean, std = np.float32([1.0, 2.0, 11.0]), np.float32([2.0, 1.0, 4.0])
-    first, moments, metrics = worker.rollout((params, (mean, std, np.float32(2.0))))
-    second, more, _ = worker.rollout((params, (mean * 0, std * 0 + 1, np.float32(1.0))))
+    first, metrics, moments = worker.rollout((params, (mean, std, np.float32(2.0))))
+    second, _, more = worker.rollout((params, (mean * 0, std * 0 + 1, np.float32(1.0))))
     time_ = np.array([[0, 1, 2, 3, 0], [0, 1, 2, 3, 4], [0, 1, 2, 3, 4]])  # row 3 of environment 0 is the dummy
     raw = np.stack([time_, time_**2, time_ + 10.0], -1)  # the dictionary's parts by name
     np.testing.assert_allclose(first.obs, ((raw - mean) / std).clip(-10, 10), rtol=1e-6)
@@ -158,7 +158,7 @@ def test_loss_equals_numpy():
     args = Args(norm_adv=False, gae_lambda=0.9, ent_coef=0.1, clip_coef=0.2)
     rollout = random_rollout(rng, worker, network)
     state = state_of(network, live, target, kl_coef=0.7)
-    batch = script.target_evaluation(state, rollout, args)
+    batch = script.evaluate_task_batch(state, rollout, args)
     loss, metrics = script.gaussian_impact_loss(live, state, batch, args)
     T = rollout.mask.shape[1]
     (mean, log_std), value = jax.tree.map(np.array, network.apply(live, rollout.obs[:, :T]))
@@ -188,7 +188,7 @@ def test_at_zero_lag_the_ratio_is_1_and_the_kl_0():
     rng = np.random.default_rng(3)
     network, params = tiny_policy()
     state = state_of(network, params, params, kl_coef=1.0)
-    batch = script.target_evaluation(state, random_rollout(rng, params, network), Args())
+    batch = script.evaluate_task_batch(state, random_rollout(rng, params, network), Args())
     _, metrics = script.gaussian_impact_loss(params, state, batch, Args())
     np.testing.assert_allclose(metrics["losses/ratio"], 1.0, rtol=1e-6)
     assert abs(metrics["losses/kl_target_live"]) < 1e-6 and metrics["losses/clipfrac"] == 0
@@ -221,7 +221,7 @@ def test_at_zero_lag_the_loss_and_its_gradient_are_ppos(ratio):
         pg = jnp.minimum(ratio * a, jnp.clip(ratio, 0.8, 1.2) * a).mean()
         return -pg + args.vf_coef * jnp.mean((value - goal[kept]) ** 2) / 2
 
-    batch = script.target_evaluation(state, rollout, args)
+    batch = script.evaluate_task_batch(state, rollout, args)
     ours, grads = jax.value_and_grad(lambda p: script.gaussian_impact_loss(p, state, batch, args)[0])(live)
     theirs, their_grads = jax.value_and_grad(ppo_loss)(live)
     np.testing.assert_allclose(ours, theirs, **CLOSE)
@@ -244,7 +244,7 @@ def test_masked_rows_have_no_influence(free_log_std):
     dirty = clean.replace(obs=obs, action=np.where(dummy[..., None], np.nan, clean.action), **nan)
     state, results = state_of(network, moved(worker, rng), moved(worker, rng), 1.0), []
     for rollout in (clean, dirty):
-        batch = script.target_evaluation(state, rollout, Args())
+        batch = script.evaluate_task_batch(state, rollout, Args())
         grad_fn = jax.value_and_grad(script.gaussian_impact_loss, has_aux=True)
         results.append(grad_fn(state.params, state, batch, Args()))
     jax.tree.map(np.testing.assert_array_equal, *results)
@@ -331,13 +331,13 @@ def test_a_killed_run_resumes_with_its_normaliser(tmp_path):
     process.send_signal(signal.SIGKILL)
     process.wait()
     (run_dir,) = tmp_path.iterdir()
-    _, checkpoint = script.load_checkpoint(Args(resume=str(run_dir)))
+    checkpoint = script.Run(Args(resume=str(run_dir))).checkpoint
     saved = [Moments(**checkpoint["progress"]["moments"][i]) for i in "01"]
     assert checkpoint["progress"]["global_step"] >= saved[0].count > 0.98 * checkpoint["progress"]["global_step"]
     published = []
     with pytest.MonkeyPatch.context() as patch:
 
-        def spy(self, params, sgd_steps, device):
+        def spy(self, params, sgd_steps):
             published.append(params)
             raise KeyboardInterrupt
 
@@ -357,8 +357,12 @@ def test_a_reloaded_model_plays_the_very_same_episodes(tmp_path):
     args = Args(**json.loads(model["args"]) | {"learner_devices": (0,)})
     network = GaussianActorCritic(6, args.free_log_std)
     key = jax.random.split(jax.random.key(args.seed), 3)[2]
-    scales = tuple(model["normaliser"][name] for name in ("mean", "std", "reward_std"))
-    returns = script.evaluate_task(args, network.apply, (model["params"], scales), key, None)
+
+    def act(obs, i):
+        obs = script.normalise(script.flat(obs), model["normaliser"]["mean"], model["normaliser"]["std"])
+        return np.asarray(script.sample_action(network.apply, model["params"], obs, key, i)[0])
+
+    returns = script.play(2, script.make_task(args, 2, (args.seed, 2**31)), script.step_task, act)
     assert float(returns.mean()) == result["eval_return"]
 
 
@@ -394,7 +398,7 @@ def test_ctrl_c_saves_a_checkpoint_and_says_how_to_go_on(tmp_path):
     last = out.strip().splitlines()[-1]
     assert process.returncode == 0 and "Traceback" not in err
     assert last.startswith("interrupted at step") and "--resume" in last
-    args, checkpoint = script.load_checkpoint(Args(resume=last.split("--resume ")[1]))
+    checkpoint = script.Run(Args(resume=last.split("--resume ")[1])).checkpoint
     assert f"step {checkpoint['progress']['global_step']};" in last
 
 
@@ -403,21 +407,21 @@ def test_the_time_limit_truncates_a_fall_terminates_and_the_next_row_is_a_dummy(
     cheetah = script.make_task(Args(env_id="HalfCheetah-v4"), 2, (0,))
     cheetah.reset()
     for _ in range(999):
-        before, _, terminated, truncated = script.step_task(cheetah, np.zeros((2, 6)))
+        before, _, terminated, truncated, *_ = script.step_task(cheetah, np.zeros((2, 6)))
         assert not (terminated | truncated).any()
-    obs, _, terminated, truncated = script.step_task(cheetah, np.zeros((2, 6)))
+    obs, _, terminated, truncated, *_ = script.step_task(cheetah, np.zeros((2, 6)))
     assert truncated.all() and not terminated.any()
     np.testing.assert_allclose(obs, before, atol=0.05)  # at rest: the true last observation, not a new episode's first
-    _, reward, terminated, truncated = script.step_task(cheetah, np.ones((2, 6)))
+    _, reward, terminated, truncated, *_ = script.step_task(cheetah, np.ones((2, 6)))
     assert (reward == 0).all() and not (terminated | truncated).any()
     hopper = script.make_task(Args(env_id="Hopper-v4"), 1, (0,))
     hopper.reset()
     terminated, steps = np.zeros(1, bool), 0
     while not terminated.any():
-        obs, reward, terminated, truncated = script.step_task(hopper, np.ones((1, 3)))
+        obs, reward, terminated, truncated, *_ = script.step_task(hopper, np.ones((1, 3)))
         steps += 1
         assert not truncated.any() and steps < 1000
-    after, reward, terminated, _ = script.step_task(hopper, np.ones((1, 3)))
+    after, reward, terminated, *_ = script.step_task(hopper, np.ones((1, 3)))
     assert (reward == 0).all() and not terminated.any() and abs(after[0, 0] - 1.25) < 0.01 < abs(obs[0, 0] - 1.25)
 
 
@@ -430,7 +434,7 @@ def test_plays_gymnasium_and_the_control_suite(env_id, size, tmp_path):
     assert obs.shape == (2, size) and obs.dtype == np.float32
     action = 3.0 * np.ones((2, env.action_space.shape[0]), np.float32)
     for _ in range(3):
-        obs, reward, terminated, truncated = script.step_task(env, action)
+        obs, reward, terminated, truncated, *_ = script.step_task(env, action)
     assert np.isfinite(obs).all() and reward.shape == terminated.shape == truncated.shape == (2,)
 
 

@@ -112,7 +112,7 @@ def test_impact_without_lag_has_ppos_loss_and_gradient(norm_adv):
     impact_state = impact_atari.TrainState.create(
         apply_fn=tiny_apply, params=old, tx=optax.sgd(0.1), target_params=old, kl_coef=jnp.float32(0)
     )
-    impact_batch = impact_atari.first_visit(impact_state, impact_atari.Rollout(**columns), impact_args)
+    impact_batch = impact_atari.evaluate_batch(impact_state, impact_atari.Rollout(**columns), impact_args)
     ppo_batch = script.with_advantages(tiny_state(old), Rollout(**columns), ppo_args)
     for step in (0.0, 0.3):  # where the ratio is 1, and where the clip acts
         live = jax.tree.map(lambda x: x + step * jnp.array(rng.normal(size=x.shape), jnp.float32), old)  # noqa: B023

@@ -102,8 +102,7 @@ def test_loss_equals_a_plain_reimplementation(double):
         kl = (given.teacher_policy[i] * (np.log(given.teacher_policy[i]) - np.log(np.maximum(pi, 1e-300)))).sum()
         loss.append(importance[i] * (cross_entropy + 0.7 * 0.25 * kl))
         priorities.append(np.sqrt(cross_entropy))  # without the distillation
-    batch = script.WeightedTransitions(given, importance)
-    got, metrics = script.rainbow_loss(params, state, batch, 0.25, args)
+    got, metrics = script.rainbow_loss(params, state, (given, importance), 0.25, args)
     assert got == pytest.approx(np.mean(loss), rel=1e-4)
     np.testing.assert_allclose(metrics["priority"], priorities, rtol=1e-4)
 
@@ -281,7 +280,7 @@ def test_both_phases(micro, monkeypatch):
     q_learn = script.q_learn
 
     def spy_learn(state, batches, *rest):
-        weights.append((int(state.step), np.asarray(batches.weight)))
+        weights.append((int(state.step), np.asarray(batches[1])))
         return q_learn(state, batches, *rest)
 
     def spy_update(self, env, t, priority):

@@ -14,6 +14,7 @@ import tyro
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = sorted(ROOT.glob("*.py"))
+LONGER = {"impact_atari.py": 565, "impact_mujoco.py": 645, "qdagger_dqn_atari.py": 655, "qdagger_rainbow_atari.py": 811}
 
 
 def test_there_are_scripts():
@@ -59,6 +60,26 @@ def test_functions_of_one_name_are_one_source():
                 text = "\n".join(map(ast.unparse, node.decorator_list)) + ast.get_source_segment(source, node)
                 first_path, first = seen.setdefault(node.name, (path.name, text))
                 assert text == first, f"{node.name} differs between {first_path} and {path.name}"
+
+
+APPENDIX = "# --- appendix: the run folder, logging, checkpoints, signals, devices; the same in every script ---\n"
+
+
+def test_the_appendix_is_the_same_text_in_all_scripts():
+    parts = [path.read_text().split(APPENDIX) for path in SCRIPTS]
+    assert {len(part) for part in parts} == {2}
+    assert len({appendix for _, appendix in parts}) == 1
+    assert len(parts[0][1].splitlines()) <= 250
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_part_one_and_main_are_short(path):
+    """The lengths that the design asks for; those above them are written down here, and may only fall."""
+    lines = path.read_text().split(APPENDIX)[0].splitlines()
+    limit = 600 if "qdagger" in path.name else 450 if path.name == "ppo_atari.py" else 500
+    assert len(lines) <= LONGER.get(path.name, limit)
+    (main,) = (n for n in ast.parse(path.read_text()).body if isinstance(n, ast.FunctionDef) and n.name == "main")
+    assert main.end_lineno - main.lineno < 120
 
 
 def test_readme_commands_parse():
