@@ -350,7 +350,7 @@ class Exchange:
 
     def publish(self, params, sgd_steps: int):
         """Hands the actors a copy of the parameters that so many SGD steps made; raises what an actor died of."""
-        if self.error:
+        if self.error is not None:
             raise self.error
         copy = jax.tree.map(lambda x: jnp.copy(x.addressable_data(0)), params)  # the learner's own are donated next
         self.published = jax.block_until_ready(jax.device_put(copy, self.device)), sgd_steps  # sync, or actors would
@@ -376,7 +376,7 @@ class Exchange:
 
     def take(self) -> tuple:
         """The oldest rollout, its metrics, its parameters' SGD steps; raises what an actor died of."""
-        while not self.error:
+        while self.error is None:
             with suppress(queue.Empty):
                 return self.rollouts.get(timeout=0.2)
         raise self.error
@@ -665,7 +665,7 @@ class Run:
         if len(self.last_returns) == 20:
             means["charts/episodic_return_20"] = float(np.mean(self.last_returns))
         told = {"step": step, "share": (step - begin) / (end - begin), "left": (end - step) / steps * seconds / 60}
-        self.write(means, line.format_map(defaultdict(lambda: np.nan, means | told)))
+        self.write(means, line.format_map(defaultdict(lambda: np.nan, means | told)).replace("nan", "  -"))
         self.values, self.counts, self.since = defaultdict(list), defaultdict(int), (time.time(), step)
         if self.save_now and self.folder:
             self.progress.update(global_step=step, last_returns=self.last_returns, wall_seconds=time.time() - self.t0)

@@ -22,7 +22,8 @@ the teacher. Other workflows by flags: --teacher none (plain DQN), --finetune RU
   3. A time limit is not a death: the window ends there and bootstraps from the episode's last observation.
   4. The student's network is the VALID one of Mnih et al. (2015); Dopamine pads.
 
-One device, CPU or GPU; the package teachers/ lies beside this script.    python qdagger_dqn_atari.py --env-id Pong-v5
+One device, CPU or GPU; the package teachers/ lies beside this script.
+    python qdagger_dqn_atari.py --env-id Pong-v5                    with the bundled teacher
     python qdagger_dqn_atari.py --env-id Breakout-v5 --teacher runs/Breakout-v5__ppo_atari__1__1790000000
     python qdagger_dqn_atari.py --teacher none --save-replay        a DQN that can teach, with its data
 """
@@ -859,7 +860,7 @@ class Run:
         if len(self.last_returns) == 20:
             means["charts/episodic_return_20"] = float(np.mean(self.last_returns))
         told = {"step": step, "share": (step - begin) / (end - begin), "left": (end - step) / steps * seconds / 60}
-        self.write(means, line.format_map(defaultdict(lambda: np.nan, means | told)))
+        self.write(means, line.format_map(defaultdict(lambda: np.nan, means | told)).replace("nan", "  -"))
         self.values, self.counts, self.since = defaultdict(list), defaultdict(int), (time.time(), step)
         if self.save_now and self.folder:
             self.progress.update(global_step=step, last_returns=self.last_returns, wall_seconds=time.time() - self.t0)

@@ -1015,7 +1015,7 @@ class Run:
         if len(self.last_returns) == 20:
             means["charts/episodic_return_20"] = float(np.mean(self.last_returns))
         told = {"step": step, "share": (step - begin) / (end - begin), "left": (end - step) / steps * seconds / 60}
-        self.write(means, line.format_map(defaultdict(lambda: np.nan, means | told)))
+        self.write(means, line.format_map(defaultdict(lambda: np.nan, means | told)).replace("nan", "  -"))
         self.values, self.counts, self.since = defaultdict(list), defaultdict(int), (time.time(), step)
         if self.save_now and self.folder:
             self.progress.update(global_step=step, last_returns=self.last_returns, wall_seconds=time.time() - self.t0)

@@ -129,6 +129,24 @@ class Catch(MicroEnv):
         return np.where(landed, np.where(self.paddle == self.ball, 1.0, -1.0), 0.0), landed, np.zeros_like(landed)
 
 
+def at_call(monkeypatch, script, name: str, number: int, happens):
+    """Lets something happen at a call of a function of the script, before it is made."""
+    function, calls = getattr(script, name), []
+
+    def spy(*given):
+        calls.append(1)
+        if len(calls) == number:
+            happens()
+        return function(*given)
+
+    monkeypatch.setattr(script, name, spy)
+
+
+def die():
+    """As good as a kill: nothing more is saved."""
+    raise KeyboardInterrupt
+
+
 def install(monkeypatch, script, kind: type[MicroEnv]):
     """Lets `script.main` play `kind` instead of an Atari game."""
 

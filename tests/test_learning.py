@@ -71,10 +71,8 @@ def test_learns_the_right_action(script, monkeypatch, tmp_path):
     assert run(script, monkeypatch, tmp_path, RightAction)["eval_return"] >= 0.9
 
 
-@pytest.mark.parametrize(
-    "settings", [{"buffer_size": 4, "passes": 3, "num_actors": 2}, {"value_target": "live", "kl_coef": 0.5}]
-)
-def test_impact_learns_with_a_buffer_with_the_live_critic_and_with_the_kl_term(monkeypatch, tmp_path, settings):
+def test_impact_learns_with_a_buffer_with_the_live_critic_and_with_the_kl_term(monkeypatch, tmp_path):
+    settings = dict(buffer_size=4, passes=3, num_actors=2, value_target="live", kl_coef=0.5)
     assert run(impact_atari, monkeypatch, tmp_path, RightAction, **settings)["eval_return"] >= 0.9
 
 
@@ -100,6 +98,10 @@ def test_ppo_learns_with_value_clipping(monkeypatch, tmp_path):
     assert run(ppo_atari, monkeypatch, tmp_path, RightAction, clip_vloss=True)["eval_return"] >= 0.9
 
 
+@pytest.mark.parametrize(
+    "script", [impact_atari, *(pytest.param(script, marks=pytest.mark.slow) for script in (impala_atari, ppo_atari))],
+    ids=lambda module: module.__name__,
+)  # fmt: skip
 def test_learns_an_action_that_depends_on_the_observation(script, monkeypatch, tmp_path):
     result = run(script, monkeypatch, tmp_path, MatchTheBit, total_timesteps=128 * 120)
     assert result["eval_return"] > 2.6 and result["final_return"] > 2.2  # of 3; chance is 1.5
