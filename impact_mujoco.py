@@ -19,11 +19,11 @@ the KL penalty with its adaptive weight. Deliberately different from the paper o
   2. The time limit is not a death: it bootstraps. EnvPool's dummy row after an end is masked out of everything.
   3. The normaliser is frozen for each rollout, and rollouts hold normalised observations: so worker, target and live
      policy see the same input, and their ratio is 1 when their parameters are.
-  4. Generations are short by default, 2,048 steps, for budgets of 1 to 10 million: the target, hence the trust region,
-     moves once in each. The paper's scale (N = 16, half a million steps) is in the README.
-  5. V-GAE bounds its weights by 2. The paper's 1 cuts a trace a little at every step, the more the policies differ:
-     at a KL of .03 by a tenth, as if lambda were .85 where it is .95 (--c-bar 1).
+  4. Generations are short, 2,048 steps, for budgets of 1 to 10 million (the paper's half a million: see the README).
+  5. V-GAE bounds its weights by 2. The paper's 1 (--c-bar 1) cuts a trace at every step, at a KL of .03 by a tenth.
   6. Rewards are divided by the running standard deviation of the discounted return (--no-scale-reward).
+
+What is not the algorithm (`Run`, `refuse`, `play`, `make_shardings`) is in the appendix, the same in every script.
 
     python impact_mujoco.py --env-id HalfCheetah-v4                  one CPU or one GPU
     python impact_mujoco.py --num-envs 64 --learner-devices 0 1 2 3  data-parallel learner on four devices
@@ -105,7 +105,7 @@ class Args:
 
     # --- system ---
     num_actors: int = 1  # actor threads of each process
-    queue_size: int = 1  # rollouts that may wait beside those in progress; with --no-concurrency exactly the policy lag
+    queue_size: int = 1  # rollouts that may wait beside those in progress; with --no-concurrency the lag, in rollouts
     concurrency: bool = True  # act and learn at the same time, or by turns: then bit-identical between runs on a CPU
     actor_device: int = 0  # device of the actors' policy, an index into the process's devices (-1: the host's CPU)
     learner_devices: tuple[int, ...] = (0,)  # devices of the learner, indices into the process's devices
@@ -513,7 +513,7 @@ class Exchange:
         if self.error is not None:
             raise self.error
         copy = jax.tree.map(lambda x: jnp.copy(x.addressable_data(0)), params)  # the learner's own are donated next
-        self.published = jax.block_until_ready(jax.device_put(copy, self.device)), sgd_steps  # sync, or actors would
+        self.published = jax.block_until_ready(jax.device_put(copy, self.device)), sgd_steps  # sync: no actor waits
 
     def act(self, worker):
         """One rollout with the newest parameters, into the queue."""
@@ -658,6 +658,8 @@ from tensorboardX import SummaryWriter
 def refuse(message: str, code: int = 2):
     """Ends the program with one line that names the flag or the file and the remedy."""
     print(f"error: {message}", file=sys.stderr, flush=True)
+    if jax.distributed.is_initialized():  # an orderly exit would wait minutes for the other processes
+        os._exit(code)
     raise SystemExit(code)
 
 
@@ -731,7 +733,7 @@ def read_checkpoint(flag: str, folder: str) -> tuple[dict, dict]:
 class Run:
     """A run's folder, log, checkpoints and end. With several processes only the first one has a folder, and speaks.
     `progress` is what a checkpoint holds beside the state. `with run:` encloses the training: a first Ctrl-C or SIGTERM
-    sets `stop` when the round under way is done, a second one does not wait."""
+    sets `stop` when the round under way is done, a second Ctrl-C does not wait."""
 
     def __init__(self, args):
         self.progress, self.checkpoint = {"global_step": 0, "wall_seconds": 0.0, "last_returns": []}, None
@@ -811,10 +813,9 @@ class Run:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def __exit__(self, kind, error, trace):
-        if error and jax.process_count() > 1:  # an orderly exit would wait minutes for the other processes
-            if not isinstance(error, SystemExit):
-                sys.excepthook(kind, error, trace)
-            os._exit(getattr(error, "code", 1))
+        if error and jax.distributed.is_initialized():  # as in `refuse`
+            sys.excepthook(kind, error, trace)
+            os._exit(1)
         for s, handler in self.handlers.items():
             signal.signal(s, handler)
 
@@ -869,10 +870,9 @@ class Run:
                 self.wandb.log(metrics | {"global_step": self.step})
 
     def evaluated(self, returns: np.ndarray) -> float:
-        mean, std = float(returns.mean()), float(returns.std())
-        numbers = {"eval/episodic_return": mean, "eval/episodic_return_std": std}
-        self.write(numbers, f"evaluation: {mean:.2f} +- {std:.2f} over {len(returns)} whole games")
-        return mean
+        numbers = {"eval/episodic_return": returns.mean(), "eval/episodic_return_std": returns.std()}
+        self.write(numbers, f"evaluation: {returns.mean():.2f} +- {returns.std():.2f} over {len(returns)} whole games")
+        return float(returns.mean())
 
     def end(self, total: int, params, evaluate, **model) -> dict:
         """Saves the model of a run that is complete, and evaluates it; the result of main."""

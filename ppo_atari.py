@@ -20,6 +20,8 @@ Deliberately different, or absent:
   3. The critic evaluates a whole rollout before the update, with the parameters that played it, not step by step.
   4. No early stop at a target KL, no LSTM, no multi-discrete actions: not in the paper's Atari experiments.
 
+What is not the algorithm (`Run`, `refuse`, `play`, `make_shardings`) is in the appendix, the same in every script.
+
     python ppo_atari.py --env-id Pong-v5                             one CPU or one GPU
     python ppo_atari.py --num-envs 64 --learner-devices 0 1 2 3      data-parallel learner on four devices
     python ppo_atari.py --distributed                                several hosts: the same command once on each
@@ -137,7 +139,7 @@ def make_env(args: Args, num_envs: int, entropy: tuple[int, ...], render: bool =
             seed=seeds.tolist(), img_height=args.frame_size, img_width=args.frame_size, stack_num=4, gray_scale=True,
             episodic_life=args.episodic_life, repeat_action_probability=args.repeat_action_probability,
             max_episode_steps=args.max_episode_steps, reward_clip=True,  # info["reward"] stays unclipped
-            render_mode="rgb_array" if render else None,
+            render_mode="rgb_array" if render else None,  # EnvPool's own: 4 frames a step, 30 no-ops, fire on reset
         )  # fmt: skip
         if hasattr(env.action_space, "n"):  # discrete
             return env
@@ -150,7 +152,8 @@ def step_env(env, action: np.ndarray) -> tuple[np.ndarray, ...]:
     """One step of all environments: obs, clipped reward, terminated, truncated, game over, unclipped reward.
 
     EnvPool resets an ended episode in the *next* step, which ignores its action. So the observation that comes with an
-    end is the true last one, and the row that begins with it is a dummy. A lost life terminates, but not the game."""
+    end is the true last one, and the row that begins with it is a dummy, of reward 0. A lost life terminates an episode
+    (unless told otherwise); `info["terminated"]` is the end of a game."""
     obs, reward, terminated, truncated, info = env.step(action)
     terminated = terminated | (info["terminated"] > 0)
     truncated = truncated & ~terminated
@@ -454,6 +457,8 @@ from tensorboardX import SummaryWriter
 def refuse(message: str, code: int = 2):
     """Ends the program with one line that names the flag or the file and the remedy."""
     print(f"error: {message}", file=sys.stderr, flush=True)
+    if jax.distributed.is_initialized():  # an orderly exit would wait minutes for the other processes
+        os._exit(code)
     raise SystemExit(code)
 
 
@@ -527,7 +532,7 @@ def read_checkpoint(flag: str, folder: str) -> tuple[dict, dict]:
 class Run:
     """A run's folder, log, checkpoints and end. With several processes only the first one has a folder, and speaks.
     `progress` is what a checkpoint holds beside the state. `with run:` encloses the training: a first Ctrl-C or SIGTERM
-    sets `stop` when the round under way is done, a second one does not wait."""
+    sets `stop` when the round under way is done, a second Ctrl-C does not wait."""
 
     def __init__(self, args):
         self.progress, self.checkpoint = {"global_step": 0, "wall_seconds": 0.0, "last_returns": []}, None
@@ -607,10 +612,9 @@ class Run:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def __exit__(self, kind, error, trace):
-        if error and jax.process_count() > 1:  # an orderly exit would wait minutes for the other processes
-            if not isinstance(error, SystemExit):
-                sys.excepthook(kind, error, trace)
-            os._exit(getattr(error, "code", 1))
+        if error and jax.distributed.is_initialized():  # as in `refuse`
+            sys.excepthook(kind, error, trace)
+            os._exit(1)
         for s, handler in self.handlers.items():
             signal.signal(s, handler)
 
@@ -665,10 +669,9 @@ class Run:
                 self.wandb.log(metrics | {"global_step": self.step})
 
     def evaluated(self, returns: np.ndarray) -> float:
-        mean, std = float(returns.mean()), float(returns.std())
-        numbers = {"eval/episodic_return": mean, "eval/episodic_return_std": std}
-        self.write(numbers, f"evaluation: {mean:.2f} +- {std:.2f} over {len(returns)} whole games")
-        return mean
+        numbers = {"eval/episodic_return": returns.mean(), "eval/episodic_return_std": returns.std()}
+        self.write(numbers, f"evaluation: {returns.mean():.2f} +- {returns.std():.2f} over {len(returns)} whole games")
+        return float(returns.mean())
 
     def end(self, total: int, params, evaluate, **model) -> dict:
         """Saves the model of a run that is complete, and evaluates it; the result of main."""

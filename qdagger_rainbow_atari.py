@@ -21,7 +21,8 @@ and the residual network; the rest of Rainbow by flags: --double --dueling --noi
 workflows and the differences from the paper are those of qdagger_dqn_atari.py, the network's padding apart; and the
 updates of one step of the environments are sampled together, before any of them changes a priority.
 
-One device, CPU or GPU; the package teachers/ lies beside this script.
+One device, CPU or GPU; the package teachers/ lies beside this script. What is not the algorithm (`Run`, `refuse`,
+`play`) is in the appendix, the same in every script.
     python qdagger_rainbow_atari.py --env-id Pong-v5                    with the bundled teacher
     python qdagger_rainbow_atari.py --env-id Breakout-v5 --teacher runs/Breakout-v5__qdagger_dqn_atari__1__1790000000
     python qdagger_rainbow_atari.py --teacher none --network nature --double --dueling --noisy     Rainbow of 2018
@@ -197,7 +198,8 @@ def step_env(env, action: np.ndarray) -> tuple[np.ndarray, ...]:
     """One step of all environments: obs, clipped reward, terminated, truncated, game over, unclipped reward.
 
     EnvPool resets an ended episode in the *next* step, which ignores its action. So the observation that comes with an
-    end is the true last one, and the row that begins with it is a dummy. A lost life terminates, but not the game."""
+    end is the true last one, and the row that begins with it is a dummy, of reward 0. A lost life terminates an episode
+    (unless told otherwise); `info["terminated"]` is the end of a game."""
     obs, reward, terminated, truncated, info = env.step(action)
     terminated = terminated | (info["terminated"] > 0)
     truncated = truncated & ~terminated
@@ -824,6 +826,8 @@ from tensorboardX import SummaryWriter
 def refuse(message: str, code: int = 2):
     """Ends the program with one line that names the flag or the file and the remedy."""
     print(f"error: {message}", file=sys.stderr, flush=True)
+    if jax.distributed.is_initialized():  # an orderly exit would wait minutes for the other processes
+        os._exit(code)
     raise SystemExit(code)
 
 
@@ -897,7 +901,7 @@ def read_checkpoint(flag: str, folder: str) -> tuple[dict, dict]:
 class Run:
     """A run's folder, log, checkpoints and end. With several processes only the first one has a folder, and speaks.
     `progress` is what a checkpoint holds beside the state. `with run:` encloses the training: a first Ctrl-C or SIGTERM
-    sets `stop` when the round under way is done, a second one does not wait."""
+    sets `stop` when the round under way is done, a second Ctrl-C does not wait."""
 
     def __init__(self, args):
         self.progress, self.checkpoint = {"global_step": 0, "wall_seconds": 0.0, "last_returns": []}, None
@@ -977,10 +981,9 @@ class Run:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def __exit__(self, kind, error, trace):
-        if error and jax.process_count() > 1:  # an orderly exit would wait minutes for the other processes
-            if not isinstance(error, SystemExit):
-                sys.excepthook(kind, error, trace)
-            os._exit(getattr(error, "code", 1))
+        if error and jax.distributed.is_initialized():  # as in `refuse`
+            sys.excepthook(kind, error, trace)
+            os._exit(1)
         for s, handler in self.handlers.items():
             signal.signal(s, handler)
 
@@ -1035,10 +1038,9 @@ class Run:
                 self.wandb.log(metrics | {"global_step": self.step})
 
     def evaluated(self, returns: np.ndarray) -> float:
-        mean, std = float(returns.mean()), float(returns.std())
-        numbers = {"eval/episodic_return": mean, "eval/episodic_return_std": std}
-        self.write(numbers, f"evaluation: {mean:.2f} +- {std:.2f} over {len(returns)} whole games")
-        return mean
+        numbers = {"eval/episodic_return": returns.mean(), "eval/episodic_return_std": returns.std()}
+        self.write(numbers, f"evaluation: {returns.mean():.2f} +- {returns.std():.2f} over {len(returns)} whole games")
+        return float(returns.mean())
 
     def end(self, total: int, params, evaluate, **model) -> dict:
         """Saves the model of a run that is complete, and evaluates it; the result of main."""

@@ -168,6 +168,8 @@ def draw_ablation(path: Path, title: str, runs: list[Run]):
         axis.legend(frameon=False, fontsize=7)
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
+    for axis in axes.flat[len(panels) :]:
+        axis.set_visible(False)
     for axis in axes[-1]:
         axis.set_xlabel(name, fontsize=8)
     for axis in axes[:, 0]:
