@@ -266,7 +266,7 @@ OPTIONS = {
 def test_rainbow_alone_learns_a_match(micro, options):
     """Every option alone learns it; --noisy explores by its noise, with epsilon 0. With n = 1, since the values of more
     steps are those of the mixture of policies that played, not of the best."""
-    settings = dict(total_timesteps=2400, n_step=1, epsilon_decay_steps=1000)
+    settings = dict(total_timesteps=2800, n_step=1, epsilon_decay_steps=1000)
     result = micro(MatchTheBit, **settings | options)
     assert result["eval_return"] > 2.8
     for time_left, bit, q in values(result, MatchTheBit):
